@@ -62,9 +62,9 @@ def report(path: Path) -> tuple[Calibration, list[Predicted]]:
 def _predicted(base: Base, found: Calibration, run: CalibrationRun, fitted: bool) -> Predicted:
     old, new = base.cluster.efficiency, found.cluster.efficiency
     before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
-    held = measured_peak(base, run)
-    assert held is not None  # runs' folders tell it
-    peaks = [peak_bytes(held, each) / held.measured - 1 for each in (old, new)]
+    peak = measured_peak(base, run)
+    assert peak is not None  # a run's folder has it
+    peaks = [peak_bytes(peak, each) / peak.measured - 1 for each in (old, new)]
     times = [one.step_time_s / run.step_s - 1 for one in (before, after)]
     waits = 0.0 if new.synchronous else after.time.launch_s / after.step_time_s  # a CPU is its own host
     return Predicted(run, fitted, times[0], times[1], peaks[0], peaks[1], waits)
@@ -148,12 +148,12 @@ def verdict(rows: list[Predicted]) -> list[str]:
     ):
         if some:
             before, after = ([abs(getattr(row, when)) for row in some] for when in ("before", "after"))
-            held = [abs(row.memory_after) for row in some]
+            errors = [abs(row.memory_after) for row in some]
             lines.append(
                 f"{words} ({len(some)}): step time off by {mean(before):.1%} before and {mean(after):.1%} after, worst "
                 f"{max(before):.1%} and {max(after):.1%}, {sum(one <= 0.05 for one in after)} within 5 %, "
-                f"{sum(one <= 0.15 for one in after)} within 15 %; peak memory {mean(held):.1%}, worst {max(held):.1%}, "
-                f"{sum(one <= 0.02 for one in held)} within 2 %"
+                f"{sum(one <= 0.15 for one in after)} within 15 %; peak memory {mean(errors):.1%}, worst {max(errors):.1%}, "
+                f"{sum(one <= 0.02 for one in errors)} within 2 %"
             )
     return lines
 

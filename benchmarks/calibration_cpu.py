@@ -1,6 +1,6 @@
 """Small models on this machine's CPU, six to calibrate with and twenty to judge by: `python benchmarks/calibration_cpu.py`.
 
-Six runs are chosen to tell constants apart, twenty others are drawn at random by `--seed` (models, sequence lengths,
+Six runs are chosen to identify the constants, twenty others are drawn at random by `--seed` (models, sequence lengths,
 micro-batches, accumulation, recomputation; with `--processes 2` also what cuts them), all before any was measured.
 
 Each run is `ultrascale train` in a fresh process once, which leaves its plan and its memory. Its time is taken in `--turns`: a
@@ -47,7 +47,7 @@ MODELS = {"tiny": Model.load("tiny"), "mini": Model.load("mini"), "small": SMALL
 MOST_TOKENS = {"tiny": 4096, "mini": 4096, "small": 1024}  # of a step, which is to take less than a second
 
 
-class Asked(NamedTuple):
+class RunShape(NamedTuple):
     model: str
     seq: int
     mbs: int
@@ -61,71 +61,71 @@ class Asked(NamedTuple):
         return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}{f'-{self.cut}' if self.cut else ''}"
 
 
-# Products; long rows of narrow heads, where softmax is all; operators, with hardly a token; a vocabulary; and what is computed
+# Matmuls; long rows of narrow heads, where softmax is all; operators, with hardly a token; a vocabulary; and what is computed
 # again, with few tokens and with more.
 TO_FIT = (
-    Asked("mini", 256, 4, 2),
-    Asked("tiny", 1024, 1, 2),
-    Asked("tiny", 64, 1, 4),
-    Asked("small", 256, 2, 1),
-    Asked("tiny", 256, 4, 2, "full"),
-    Asked("mini", 512, 1, 2, "selective"),
+    RunShape("mini", 256, 4, 2),
+    RunShape("tiny", 1024, 1, 2),
+    RunShape("tiny", 64, 1, 4),
+    RunShape("small", 256, 2, 1),
+    RunShape("tiny", 256, 4, 2, "full"),
+    RunShape("mini", 512, 1, 2, "selective"),
 )
-# Products; softmax; operators; a link by many exchanges of few bytes, by some of more, and by weights.
+# Matmuls; softmax; operators; a link by many transfers of few bytes, by some of more, and by weights.
 TO_FIT_IN_TWO = (
-    Asked("mini", 256, 4, 2, cut="dp=2"),
-    Asked("tiny", 512, 4, 2, cut="dp=2"),
-    Asked("tiny", 128, 2, 2, "full", cut="pp=2"),
-    Asked("tiny", 128, 1, 4, cut="tp=2"),
-    Asked("mini", 256, 4, 2, cut="tp=2"),
-    Asked("mini", 256, 4, 2, cut="zero=3"),
+    RunShape("mini", 256, 4, 2, cut="dp=2"),
+    RunShape("tiny", 512, 4, 2, cut="dp=2"),
+    RunShape("tiny", 128, 2, 2, "full", cut="pp=2"),
+    RunShape("tiny", 128, 1, 4, cut="tp=2"),
+    RunShape("mini", 256, 4, 2, cut="tp=2"),
+    RunShape("mini", 256, 4, 2, cut="zero=3"),
 )
 CUTS = ("dp=2", "tp=2", "pp=2", "zero=1", "zero=3")
 
 
-def others(processes: int, seed: int) -> list[Asked]:
+def others(processes: int, seed: int) -> list[RunShape]:
     """Models in turn, everything else at random."""
-    rng, found = random.Random(seed), list[Asked]()
+    rng, found = random.Random(seed), list[RunShape]()
     while len(found) < OTHERS:
         name = list(MODELS)[len(found) % len(MODELS)]
         seq, mbs, gas = rng.choice((64, 128, 256, 512, 1024)), rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 4))
         recompute = rng.choice(("none", "none", "selective", "full"))
         cut = rng.choice(CUTS) if processes == 2 else ""
-        one = Asked(name, seq, mbs, gas, recompute, cut)
+        one = RunShape(name, seq, mbs, gas, recompute, cut)
         fills = cut != "pp=2" or gas > 1  # a pipeline
         if fills and 256 <= seq * mbs * gas <= MOST_TOKENS[name] and one not in (*to_fit(processes), *found):
             found.append(one)
     return found
 
 
-def to_fit(processes: int) -> tuple[Asked, ...]:
+def to_fit(processes: int) -> tuple[RunShape, ...]:
     return TO_FIT_IN_TWO if processes == 2 else TO_FIT
 
 
-def request(one: Asked, processes: int, steps: int) -> Request:
+def request(one: RunShape, processes: int, steps: int) -> Request:
     words = [f"job.seq={one.seq}", f"layout.mbs={one.mbs}", f"layout.gas={one.gas}", f"layout.recompute={one.recompute}"]
     words += [f"layout.{one.cut}"] if one.cut else []
     words += [f"train.steps={steps}", "train.data=synthetic", "checkpoint.save=false"]
     return from_model(MODELS[one.model], Overrides.parse(words), processes, precision="fp32")
 
 
-def train(one: Asked, folder: Path, predict: Cluster) -> None:
+def train(one: RunShape, folder: Path, predict: Cluster) -> None:
     """In fresh processes, as a user's run is."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
     processes = predict.gpus
-    asked = request(one, processes, STEPS)
+    requested = request(one, processes, STEPS)
     if processes > 1:
-        launcher.train(asked, folder, processes, predict, quiet=True)
+        launcher.train(requested, folder, processes, predict, quiet=True)
     else:
-        local.run(_rank, 1, asked, folder, predict)
+        local.run(_rank, 1, requested, folder, predict)
 
 
-def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, predict: Cluster) -> None:
-    launcher.train(asked, folder, None, predict, quiet=True)
+def _rank(_: int, __: int, ___: str, requested: Request, folder: Path, predict: Cluster) -> None:
+    launcher.train(requested, folder, None, predict, quiet=True)
 
 
-def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: int) -> dict[str, Any]:
-    """Seconds of every action that tells a rate, and of every run's steps, a list of each turn."""
+def in_turns(rank: int, world: int, store: str, wanted: Sequence[RunShape], turns: int) -> dict[str, Any]:
+    """Seconds of every action that measures a rate, and of every run's steps, a list of each turn."""
     import torch.distributed as dist
 
     from ultrascale.data.corpora import corpus
@@ -136,9 +136,9 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
     from ultrascale.train.data import Batches
     from ultrascale.train.engine import Engine
 
-    def build(one: Asked) -> Engine:
-        asked = request(one, world, 1)
-        job, layout, training = asked.job, asked.layout, asked.training
+    def build(one: RunShape) -> Engine:
+        requested = request(one, world, 1)
+        job, layout, training = requested.job, requested.layout, requested.training
         batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
         return build_engine(job, Mesh.build(layout, job.model.kv_heads, rank), training, batches)
 
@@ -148,15 +148,15 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
     engines = {one.name: build(one) for one in wanted}
     counts = dict.fromkeys(engines, 1)
     todo = cpu_rates.actions()
-    seen: dict[str, Any] = {"rates": [], "links": [], "steps": {name: [] for name in engines}}
+    measured: dict[str, Any] = {"rates": [], "links": [], "steps": {name: [] for name in engines}}
     names, began = list(engines), time.monotonic()
     for turn in range(turns + 1):
         cpu_rates.time_actions(todo)  # caches and heap were another's
         took = cpu_rates.time_actions(todo)
         link = [asdict(cpu_rates.measure_link())] if world > 1 else []
-        if turn:  # the first warms up, and tells how many steps of a run count
-            seen["rates"].append(took)
-            seen["links"] += link
+        if turn:  # the first warms up, and sets how many steps of a run count
+            measured["rates"].append(took)
+            measured["links"] += link
         first = turn * len(names) // (turns + 1)
         for name in (*names[first:], *names[:first]):
             steps = []
@@ -166,30 +166,30 @@ def in_turns(rank: int, world: int, store: str, wanted: Sequence[Asked], turns: 
                 engines[name].step(turn * (1 + MOST) + number)
                 steps.append(time.perf_counter() - start)
             if turn:
-                seen["steps"][name].append(steps[1:])
+                measured["steps"][name].append(steps[1:])
             else:
                 counts[name] = _agreed(max(1, min(MOST, round(EACH_S / steps[-1]))))
         if rank == 0:
             print(f"turn {turn} of {turns}, {time.monotonic() - began:.0f} s", flush=True)
     dist.destroy_process_group()
-    return seen
+    return measured
 
 
 def _agreed(count: int) -> int:
-    """As rank 0 says: ranks step together."""
+    """The count of rank 0, for all ranks: they step together."""
     import torch.distributed as dist
 
-    said = [count]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
+    agreed = [count]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
 
 
 def machine(everyone: Sequence[dict[str, Any]]) -> Cluster:
     """All processes in the mean, as `ultrascale.launch.machine` has it."""
 
     each = []
-    for seen in everyone:
-        took = {name: min(turn[name] for turn in seen["rates"]) for name in seen["rates"][0]}
+    for rank_times in everyone:
+        took = {name: min(turn[name] for turn in rank_times["rates"]) for name in rank_times["rates"][0]}
         each.append(asdict(cpu_rates.from_times(took)))
     links = everyone[0]["links"]
     link = LinkRate(max(link["bytes_s"] for link in links), min(link["latency_s"] for link in links))
@@ -197,7 +197,7 @@ def machine(everyone: Sequence[dict[str, Any]]) -> Cluster:
     return cpu_cluster(len(everyone), together, link, memory_bytes())
 
 
-def gather(wanted: Sequence[Asked], out: Path, everyone: Sequence[dict[str, Any]], fitted: int) -> Path:
+def gather(wanted: Sequence[RunShape], out: Path, everyone: Sequence[dict[str, Any]], fitted: int) -> Path:
     """A line for each run on the machine as it was measured in all turns, with each turn's mean step."""
     file, lines, cluster = out / "runs.jsonl", [], machine(everyone)
     for index, one in enumerate(wanted):
@@ -233,10 +233,10 @@ def main() -> None:
             print(f"{number} of {len(wanted)}: {one.name}", flush=True)
     file = options.out / "turns.json"
     if not file.exists():
-        seen = local.run(in_turns, options.processes, wanted, options.turns)
+        measured = local.run(in_turns, options.processes, wanted, options.turns)
         if options.processes == 1:  # it sends nothing; a plan of more processes on this cluster would
-            seen[0]["links"] = [asdict(measure_cpu(1, 240.0)[1])]
-        file.write_text(json.dumps(seen), encoding="utf-8")
+            measured[0]["links"] = [asdict(measure_cpu(1, 240.0)[1])]
+        file.write_text(json.dumps(measured), encoding="utf-8")
     everyone = json.loads(file.read_text(encoding="utf-8"))
     calibration.show(gather(wanted, options.out, everyone, len(fit)), draws=0)
 

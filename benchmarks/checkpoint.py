@@ -52,16 +52,17 @@ def measure(rank: int, world: int, store: str, name: str, layout: Layout, folder
         job, Mesh.build(layout, job.model.kv_heads, rank), training, Batches(corpus(training, job.model.vocab), 64, world, 0)
     )
     beside, waited = (
-        CheckpointManager(engine, Path(folder) / name, Checkpointing(keep=1, background=way)) for way in (True, False)
+        CheckpointManager(engine, Path(folder) / name, Checkpointing(keep=1, background=background))
+        for background in (True, False)
     )
-    seen: dict[str, list[float]] = {"plain": [], "waited": [], "still": [], "during": [], "written": []}
+    times_s: dict[str, list[float]] = {"plain": [], "waited": [], "still": [], "during": [], "written": []}
     number = 0
 
-    def step(keeper: CheckpointManager | None = None) -> tuple[float, float]:
+    def step(manager: CheckpointManager | None = None) -> tuple[float, float]:
         nonlocal number
         start = time.perf_counter()
         loss = engine.backward(engine.read(number))
-        still = keeper.wait_for_copy() if keeper is not None else 0.0
+        still = manager.wait_for_copy() if manager is not None else 0.0
         engine.update(number, loss)
         number += 1
         return time.perf_counter() - start, still
@@ -86,11 +87,11 @@ def measure(rank: int, world: int, store: str, name: str, layout: Layout, folder
                 ("during", during),
                 ("written", written),
             ):
-                seen[key].append(value)
+                times_s[key].append(value)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
-    return {key: statistics.median(values) for key, values in seen.items()}
+    return {key: statistics.median(values) for key, values in times_s.items()}
 
 
 def main() -> None:

@@ -56,11 +56,11 @@ def texts(path: Path, megabytes: float) -> Path:
 def trained_tokenizer(path: Path) -> Path:
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<|endoftext|>"], show_progress=False)
-    made.train([str(source) for source in library_sources()[:200]], trainer)
-    made.save(str(path))
+    tokenizer.train([str(source) for source in library_sources()[:200]], trainer)
+    tokenizer.save(str(path))
     return path
 
 
@@ -97,15 +97,15 @@ def reading(folder: Path) -> Table:
     table = Table(title="Reading in a run of two processes (mini, dp=2)", title_justify="left")
     for column in ("train.data", "step", "reading", "tokens/s lost", "wanted"):
         table.add_column(column, justify="right" if column != "train.data" else "left")
-    made = folder / "bytes-small-1"
+    tokenized = folder / "bytes-small-1"
     flat = folder / "flat.bin"
-    open_set(made).tokens[: 2**22].tofile(flat)
+    open_set(tokenized).tokens[: 2**22].tofile(flat)
     for name, data, more in (
         ("stdlib", "stdlib", []),
-        ("a tokenized folder", str(made), []),
+        ("a tokenized folder", str(tokenized), []),
         ("a flat file", str(flat), []),
-        ("a mixture of three", f"{made}:0.6,{flat}:0.3,stdlib:0.1", []),
-        ("the folder, document_mask", str(made), ["train.document_mask=true"]),
+        ("a mixture of three", f"{tokenized}:0.6,{flat}:0.3,stdlib:0.1", []),
+        ("the folder, document_mask", str(tokenized), ["train.document_mask=true"]),
     ):
         words = ["train.steps=12", f"train.data={data}", "layout.dp=2", "job.seq=256", *more]
         run = launcher.train(from_model(Model.load("mini"), Overrides.parse(words), 2), None, 2, quiet=True)
@@ -118,18 +118,18 @@ def reading(folder: Path) -> Table:
 
 def rows(folder: Path) -> str:
     """Rows of a long sequence, from memory and from a file that the system has let go of."""
-    made = folder / "bytes-large-1"
-    said = []
+    tokenized = folder / "bytes-large-1"
+    timings = []
     for name, cold in (("from memory", False), ("after the file was let go of", True)):
-        batches = Batches(corpus(Training(data=str(made)), 256), SEQ, ROWS, 0)
+        batches = Batches(corpus(Training(data=str(tokenized)), 256), SEQ, ROWS, 0)
         if cold:
-            with (made / "tokens.bin").open("rb") as file:
+            with (tokenized / "tokens.bin").open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         for step in range(8):
             batches.train(step + 8 * cold, slice(None))
-        said.append(f"{(time.perf_counter() - start) / 8 / ROWS * 1e6:.0f} µs {name}")
-    return f"A row of {SEQ} tokens: {', '.join(said)}"
+        timings.append(f"{(time.perf_counter() - start) / 8 / ROWS * 1e6:.0f} µs {name}")
+    return f"A row of {SEQ} tokens: {', '.join(timings)}"
 
 
 def main() -> None:

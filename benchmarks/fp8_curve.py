@@ -88,7 +88,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return [sum(losses[end - WINDOW : end]) / WINDOW for end in range(WINDOW, len(losses) + 1)]
 
 
-def apart(curves: Curves, name: str, beside: str) -> list[float]:
+def relative_difference(curves: Curves, name: str, beside: str) -> list[float]:
     """The relative difference of two smoothed curves, point by point."""
     pairs = zip(smoothed(curves[name]), smoothed(curves[beside]), strict=True)
     return [one / other - 1 for one, other in pairs]
@@ -101,7 +101,7 @@ def show(curves: Curves, title: str) -> None:
         table.add_column(heading, justify="left" if heading == "matmuls" else "right")
     table.add_row(plain, "", "", f"{smoothed(curves[plain])[-1]:.4f}")
     for name in others:
-        far = [abs(one) for one in apart(curves, name, plain)]
+        far = [abs(one) for one in relative_difference(curves, name, plain)]
         table.add_row(name, f"{100 * max(far):.2f}", f"{100 * sum(far) / len(far):.2f}", f"{smoothed(curves[name])[-1]:.4f}")
     Console(width=120).print(table)
 
@@ -145,7 +145,7 @@ def draw(curves: Curves, title: str) -> str:
         parts.append(f'<rect x="{x}" y="{HEIGHT - 22}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{HEIGHT - 12}">{name}</text>')
         if name in others:
-            shown = [max(-2 * BOUND, min(2 * BOUND, one)) for one in apart(curves, name, plain)]
+            shown = [max(-2 * BOUND, min(2 * BOUND, one)) for one in relative_difference(curves, name, plain)]
             parts.append(line(list(zip(across, map(below, shown), strict=True)), colour))
     steps = [WINDOW, (WINDOW + len(curves[plain])) // 2, len(curves[plain])]
     for step, at in zip(steps, (LEFT, (LEFT + RIGHT) / 2, RIGHT), strict=True):
@@ -175,13 +175,15 @@ def main() -> None:
         runs.append(Run(f"{wide}, rate · 1.00001", wide, rate=1.00001))
     where = gpus[0] if gpus else "CPU"
     size = f"{options.layers} × {options.hidden}, {options.batch} × {options.seq} bytes a step, keep {options.keep}"
-    seen: dict[str, list[list[float]]] = {run.name: [] for run in runs}
-    for seed in range(options.seeds):  # what is there is shown and written after each: a run that is cut off has told something
+    losses_by_run: dict[str, list[list[float]]] = {run.name: [] for run in runs}
+    for seed in range(options.seeds):  # shown and written after each seed: an interrupted run has results too
         for run in runs:
             began = time.monotonic()
-            seen[run.name].append(train(run, seed, options))
+            losses_by_run[run.name].append(train(run, seed, options))
             print(f"seed {seed}, {run.name}: {options.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
-        curves = {name: [sum(losses) / len(losses) for losses in zip(*each, strict=True)] for name, each in seen.items()}
+        curves = {
+            name: [sum(losses) / len(losses) for losses in zip(*each, strict=True)] for name, each in losses_by_run.items()
+        }
         title = f"{where} · torch {torch.__version__} · {datetime.date.today()} · {size}"
         title += f", mean of {seed + 1} seeds" if seed else ""
         show(curves, title)

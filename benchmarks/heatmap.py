@@ -60,7 +60,7 @@ def credited_flops(model: Model, seq: int, pp: int) -> float:
 
 
 def place(wanted: tuple[int, ...], scores: dict[Cut, float]) -> int | None:
-    """Where it stands among our candidates, told apart by as many degrees as it names."""
+    """Its rank among our candidates, which are distinguished by the degrees that it names."""
     order = list(dict.fromkeys(one[: len(wanted)] for one in sorted(scores, key=lambda one: -scores[one])))
     return order.index(wanted) + 1 if wanted in order else None
 
@@ -82,7 +82,7 @@ def cell(run: MeasuredRun, sweep: list[dict[str, str]]) -> Cell:
             dp=dp, tp=tp, pp=pp, mbs=mbs, zero=zero, gas=run.layout.gas * run.layout.mbs * run.layout.dp // (dp * mbs)
         )
         runs.append((float(row["tokens_per_s_per_gpu"]), estimate(run.job, layout).tokens_per_s_per_gpu, cut(layout)))
-    best, (chosen, *_) = max(runs), max(runs, key=lambda one: one[1])
+    best, (our_rate, *_) = max(runs), max(runs, key=lambda one: one[1])
     return Cell(
         f"{model.name}, {run.job.cluster.gpus} GPUs",
         cut(run.layout),
@@ -91,7 +91,7 @@ def cell(run: MeasuredRun, sweep: list[dict[str, str]]) -> Cell:
         best[2],
         place(best[2], speed),
         max(speed, key=lambda one: speed[one]),
-        best[0] / chosen - 1,
+        best[0] / our_rate - 1,
         tuple(predicted / measured - 1 for measured, predicted, _ in runs),
     )
 

@@ -47,15 +47,15 @@ def job(model: str, cluster: str, batch_tokens: int, seq: int) -> Job:
 def layouts_per_second(one: Job) -> tuple[int, float]:
     """Enumerating, checking, and memory of every legal layout, time of every one that fits; one process, one core."""
     machine, capacity = ClusterRates(one), one.cluster.gpu.memory_gib * GIB
-    counted = 0
+    layouts = 0
 
     def work() -> None:
-        nonlocal counted
+        nonlocal layouts
         tables = (table.evaluate(one, g.columns, g.variants, machine, capacity) for g in cores(one, LayoutConstraints()))
-        counted = sum(int(cells.legal.sum()) for cells in tables)
+        layouts = sum(int(cells.legal.sum()) for cells in tables)
 
     seconds = best_of(3, work)
-    return counted, seconds
+    return layouts, seconds
 
 
 def installed_megabytes() -> float:
@@ -84,8 +84,8 @@ def main() -> None:
         ("llama-3-405b on 16,384 H100", job("llama-3-405b", "16384xh100", 2**24, 8192)),
         ("qwen3-235b-a22b on 256 H100", job("qwen3-235b-a22b", "256xh100", 2**23, 4096)),
     ):
-        counted, seconds = layouts_per_second(one)
-        figures.add_row(f"layouts a second, {name}", f"{counted / seconds:,.0f} ({counted:,} in {seconds:.2f} s)", "≥ 50,000")
+        layouts, seconds = layouts_per_second(one)
+        figures.add_row(f"layouts a second, {name}", f"{layouts / seconds:,.0f} ({layouts:,} in {seconds:.2f} s)", "≥ 50,000")
 
     large = job("llama-3-405b", "16384xh100", 2**24, 8192)
     figures.add_row("whole search, llama-3-405b on 16,384 H100", f"{best_of(3, lambda: plan(large)):.2f} s", "< 3 s")

@@ -42,7 +42,7 @@ def exit_in_call(calls: int, *functions: str) -> None:
     """Makes this process die before the given one of its calls of these functions of `os`, counted together."""
     left = calls
 
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+    def exit_at_limit(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
             nonlocal left
             left -= 1
@@ -53,7 +53,7 @@ def exit_in_call(calls: int, *functions: str) -> None:
         return wrapped
 
     for name in functions:
-        setattr(os, name, counted(getattr(os, name)))
+        setattr(os, name, exit_at_limit(getattr(os, name)))
 
 
 def write_tokens(path: Path, tokens: npt.ArrayLike, ends: npt.ArrayLike, vocab: int) -> None:

@@ -1,6 +1,6 @@
 """Every malformed model, cluster, layout, plan file and flag gets one sentence, exit code 2, and leaves no trace.
 
-The sentence names the field (or file, or flag), what was given, and something that works; `says` holds the telling parts.
+The sentence names the field (or file, or flag), what was given, and something that works; `says` has the parts to look for.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ CASES = [
 
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(("arguments", "says"), CASES, ids=[" ".join(arguments)[5:60] for arguments, _ in CASES])
-def test_a_flag_that_cannot_be_used(run: Run, tmp_path: Path, arguments: list[str], says: list[str]) -> None:
+def test_invalid_flags(run: Run, tmp_path: Path, arguments: list[str], says: list[str]) -> None:
     (tmp_path / "plan.yaml").write_text("old")
     refused(run(*arguments, "-o", "plan.yaml"), *says)
     assert (tmp_path / "plan.yaml").read_text() == "old"
@@ -218,7 +218,7 @@ MODELS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "says"), MODELS, ids=[str(fields)[:40] for fields, _ in MODELS])
-def test_a_model_file_that_cannot_be_used(run: Run, tmp_path: Path, fields: dict[str, Any], says: list[str]) -> None:
+def test_invalid_model_files(run: Run, tmp_path: Path, fields: dict[str, Any], says: list[str]) -> None:
     (tmp_path / "m.yaml").write_text(yaml.safe_dump(changed(MODEL, **fields)))
     refused(run(*flags(model="m.yaml")), *says)
 
@@ -238,7 +238,7 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "says"), CONFIGS, ids=[str(fields)[:40] for fields, _ in CONFIGS])
-def test_a_hugging_face_config_that_cannot_be_used(run: Run, tmp_path: Path, fields: dict[str, Any], says: list[str]) -> None:
+def test_invalid_hugging_face_configs(run: Run, tmp_path: Path, fields: dict[str, Any], says: list[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(changed(HF, **fields)))
     refused(run(*flags(model="config.json")), *says)
 
@@ -286,7 +286,7 @@ CLUSTERS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "says"), CLUSTERS, ids=[str(fields)[:40] for fields, _ in CLUSTERS])
-def test_a_cluster_file_that_cannot_be_used(run: Run, tmp_path: Path, fields: dict[str, Any], says: list[str]) -> None:
+def test_invalid_cluster_files(run: Run, tmp_path: Path, fields: dict[str, Any], says: list[str]) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(changed(CLUSTER, **fields)))
     refused(run(*flags(cluster="c.yaml")), *says)
 
@@ -361,9 +361,9 @@ def test_an_edited_plan_file(
     run: Run, good: dict[str, Any], tmp_path: Path, path: str, value: Any, says: list[str], question: list[str]
 ) -> None:
     data = copy.deepcopy(good)
-    *way, last = path.split(".")
+    *parents, last = path.split(".")
     place = data
-    for name in way:
+    for name in parents:
         place = place[name]
     if value is MISSING:
         del place[last]
@@ -396,14 +396,14 @@ QUESTIONS: list[tuple[str, list[str]]] = [
 
 @pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(("question", "says"), QUESTIONS, ids=[question[2:30] for question, _ in QUESTIONS])
-def test_a_question_that_cannot_be_asked(
+def test_invalid_what_if_and_largest_options(
     run: Run, good: dict[str, Any], tmp_path: Path, question: str, says: list[str]
 ) -> None:
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(good, sort_keys=False))
     refused(run("explain", "p.yaml", question), *says)
 
 
-def test_two_questions_at_once_and_files_that_are_not_there(run: Run, tmp_path: Path) -> None:
+def test_conflicting_options_and_missing_files(run: Run, tmp_path: Path) -> None:
     refused(run("explain", "p.yaml", "--cheatsheet", "--largest=mbs"), "ask one at a time")
     refused(run("explain", "p.yaml"), "plan file p.yaml does not exist")
     refused(run("explain", "."), "plan file . is a folder")
@@ -412,7 +412,7 @@ def test_two_questions_at_once_and_files_that_are_not_there(run: Run, tmp_path: 
 
 
 @pytest.mark.parametrize("output", [".", "file/plan.yaml", "a" * 300, "/proc/none/plan.yaml", "/dev/null"])
-def test_an_output_that_cannot_be_written(run: Run, tmp_path: Path, output: str) -> None:
+def test_unwritable_outputs(run: Run, tmp_path: Path, output: str) -> None:
     (tmp_path / "file").write_text("x")
     refused(run(*flags(), "--top=1", "-o", output), "such as ")
     assert os.listdir(tmp_path) == ["file"]
@@ -430,7 +430,7 @@ def test_an_output_that_cannot_be_written(run: Run, tmp_path: Path, output: str)
         (["presets", "a", "b"], "unexpected extra argument"),
     ],
 )
-def test_what_is_no_command_is_told_in_words(run: Run, arguments: list[str], says: str) -> None:
+def test_unknown_commands(run: Run, arguments: list[str], says: str) -> None:
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert says in " ".join(err.split())

@@ -80,18 +80,18 @@ def test_files_of_model_and_cluster_and_each_objective(run: Run, tmp_path: Path,
 
 @pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize(
-    "wish",
+    "constraint",
     ["tp=2", "zero=3", "recompute=full", "mbs=2,gas=8", "pp=2,schedule=1f1b", "pp=4,schedule=interleaved", "cp=2", "dp=1"],
 )
-def test_what_is_fixed_is_so_in_every_plan(run: Run, wish: str) -> None:
-    for one in planned(run, *SMALL, "--top", 20, "--fix", wish)["plans"]:
-        for name, value in (pair.split("=") for pair in wish.split(",")):
+def test_fixed_fields_hold_in_every_plan(run: Run, constraint: str) -> None:
+    for one in planned(run, *SMALL, "--top", 20, "--fix", constraint)["plans"]:
+        for name, value in (pair.split("=") for pair in constraint.split(",")):
             assert str(one["layout"][name]) == value
 
 
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
-    ("wish", "field", "gone"),
+    ("constraint", "field", "forbidden"),
     [
         ("tp", "tp", [2, 4, 8]),
         ("zero=1", "zero", [1]),
@@ -101,9 +101,9 @@ def test_what_is_fixed_is_so_in_every_plan(run: Run, wish: str) -> None:
         ("dp=8", "dp", [8]),
     ],
 )
-def test_what_is_forbidden_is_in_no_plan(run: Run, wish: str, field: str, gone: list[Any]) -> None:
-    for one in planned(run, *SMALL, "--top", 20, "--forbid", wish)["plans"]:
-        assert one["layout"][field] not in gone
+def test_forbidden_values_are_in_no_plan(run: Run, constraint: str, field: str, forbidden: list[Any]) -> None:
+    for one in planned(run, *SMALL, "--top", 20, "--forbid", constraint)["plans"]:
+        assert one["layout"][field] not in forbidden
 
 
 def test_a_plan_for_people_fits_in_150_columns(run: Run, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_written_plan_reads_back_and_predicts_the_same(run: Run, tmp_path: P
         assert getattr(again.estimate, name) == pytest.approx(found["estimate"][name], rel=1e-5)
 
 
-def test_when_nothing_fits_it_says_by_how_much_and_what_would_help(run: Run, tmp_path: Path) -> None:
+def test_when_nothing_fits_the_missing_memory_and_advice_are_printed(run: Run, tmp_path: Path) -> None:
     job = ["llama-3-70b", "--cluster", "8xh100", "--batch-tokens", "64k", "--seq", "8192"]
     output = tmp_path / "plan.yaml"
     code, out, _ = run("plan", *job, "-o", output)
@@ -149,7 +149,7 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would_help(run: Run, tmp
 
 
 @pytest.mark.parametrize(("batch", "nearest"), [("1000000", 999424), ("100", 4096)])
-def test_a_batch_that_cannot_be_met_names_the_nearest(run: Run, batch: str, nearest: int) -> None:
+def test_an_unreachable_batch_names_the_nearest(run: Run, batch: str, nearest: int) -> None:
     found = planned(run, "llama-3.2-1b", "-c", "8xh100", "-b", batch, "-s", 4096, "--top", 1)
     assert any(f"= {nearest:,} tokens" in note for note in found["notes"])
     layout = found["plans"][0]["layout"]
@@ -179,7 +179,7 @@ def test_explain_as_json_is_the_file(run: Run, plan_file: Path) -> None:
     assert json.loads(run("explain", plan_file, "--json")[1]) == yaml.safe_load(plan_file.read_text())
 
 
-def test_explain_says_when_the_file_is_not_what_is_predicted(run: Run, plan_file: Path) -> None:
+def test_explain_reports_a_stale_file(run: Run, plan_file: Path) -> None:
     data = yaml.safe_load(plan_file.read_text())
     data["estimate"]["step_time_s"] *= 2
     plan_file.write_text(yaml.safe_dump(data, sort_keys=False))
@@ -188,7 +188,7 @@ def test_explain_says_when_the_file_is_not_what_is_predicted(run: Run, plan_file
     assert "note: this file says a step of" in out
 
 
-def test_the_cheatsheet_has_every_strategy_uncut(run: Run, plan_file: Path) -> None:
+def test_the_cheatsheet_has_every_strategy_untruncated(run: Run, plan_file: Path) -> None:
     code, out, _ = run("explain", plan_file, "--cheatsheet")
     assert code == 0
     assert "…" not in out
@@ -197,13 +197,13 @@ def test_the_cheatsheet_has_every_strategy_uncut(run: Run, plan_file: Path) -> N
     assert {"name", "form", "value"} <= found["formulas"][0].keys()
 
 
-def test_several_what_ifs_stand_beside_the_plan(run: Run, plan_file: Path) -> None:
-    asked = ["--what-if", "zero=3", "--what-if", "recompute=full,mbs=2", "--what-if", "gpus=16", "--what-if", "tp=5"]
-    code, out, _ = run("explain", plan_file, *asked)
+def test_several_what_ifs_are_compared_with_the_plan(run: Run, plan_file: Path) -> None:
+    options = ["--what-if", "zero=3", "--what-if", "recompute=full,mbs=2", "--what-if", "gpus=16", "--what-if", "tp=5"]
+    code, out, _ = run("explain", plan_file, *options)
     assert code == 0
     assert "tp=5: not possible: " in out
     assert "recompute=full,mbs=2" in out
-    found = json.loads(run("explain", plan_file, *asked, "--json")[1])
+    found = json.loads(run("explain", plan_file, *options, "--json")[1])
     assert [answer["change"] for answer in found] == ["zero=3", "recompute=full,mbs=2", "gpus=16", "tp=5"]
     assert (found[0]["layout"]["zero"], found[1]["layout"]["mbs"]) == (3, 2)
     assert found[0]["estimate"]["peak_gib"] != found[1]["estimate"]["peak_gib"]
@@ -213,7 +213,7 @@ def test_several_what_ifs_stand_beside_the_plan(run: Run, plan_file: Path) -> No
 
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(("axis", "words"), [("mbs", "mbs = "), ("seq", " tokens"), ("model", " layers = ")])
-def test_largest_says_how_far_and_what_stops_it(run: Run, plan_file: Path, axis: str, words: str) -> None:
+def test_largest_prints_the_limit_and_its_cause(run: Run, plan_file: Path, axis: str, words: str) -> None:
     code, out, _ = run("explain", plan_file, "--largest", axis)
     assert code == 0
     assert "Largest that fits: " in out
@@ -291,19 +291,19 @@ def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-m", "ultrascale", *arguments], capture_output=True, text=True, **options)
 
 
-def test_it_runs_as_a_program_and_its_answer_can_be_piped() -> None:
+def test_it_runs_as_a_program_with_pipeable_output() -> None:
     done = command("plan", *SMALL, "--top", "1", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(json.loads(done.stdout)["plans"]) == 1
 
 
-def test_a_terminal_without_the_signs_is_no_reason_to_stop() -> None:
+def test_a_terminal_without_unicode_works() -> None:
     done = command("plan", *SMALL, "--top", "1", env={"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stderr) == (0, "")
     assert "8 ? h100" in done.stdout
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     program = f"{sys.executable} -m ultrascale presets --json | head -c 10"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
     assert done.stdout.startswith("{")

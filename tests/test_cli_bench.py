@@ -1,4 +1,4 @@
-"""`ultrascale bench` as a user meets it: help, refusals without a GPU, made-up figures to a terminal and to a file."""
+"""`ultrascale bench`: help, errors without a GPU, fake results to a terminal and to a file."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_it_says_what_to_do(run: Run) -> None:
-    code, out, said = run("bench", "kernels")
+def test_without_a_gpu_the_error_names_the_fix(run: Run) -> None:
+    code, out, err = run("bench", "kernels")
     assert code == 2
     assert not out
-    assert "on a machine that has one" in said
+    assert "on a machine that has one" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("kernels", "--only", "gates"), "did you mean 'gate'"),
         (("kernels", "--hidden", "1000"), "multiple of 128"),
@@ -48,10 +48,10 @@ def test_without_a_gpu_it_says_what_to_do(run: Run) -> None:
         (("ladders", "--seq", "long"), "--seq"),
     ],
 )
-def test_bad_words_are_refused_before_anything_is_measured(run: Run, words: tuple[str, ...], said: str) -> None:
+def test_bad_options_are_refused_before_measuring(run: Run, words: tuple[str, ...], message: str) -> None:
     code, _, error = run("bench", *words)
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 def test_a_selection_keeps_the_order_of_what_is_known() -> None:
@@ -68,49 +68,49 @@ def test_a_selection_keeps_the_order_of_what_is_known() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_kernels_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[str], int]] = []
+    calls: list[tuple[list[str], int]] = []
     contest = kernel_contest()
     row = contest.KernelResult(
         "gate", "1b", "4 × 4", {"eager": 2.0, "ours": 1.0}, {"liger": "not installed"}, {}, {}, 10.0, None, None
     )
 
     def measure(names: list[str], shapes: list[object], say: object) -> Iterator[object]:
-        asked.append((names, len(shapes)))
+        calls.append((names, len(shapes)))
         yield contest.KernelsReport("a GPU", (row,), ())
 
     monkeypatch.setattr(contest, "measure", measure)
     file = tmp_path / "out.json"
     code, out, _ = run("bench", "kernels", "--only", "gate", "--json", file)
     assert code == 0
-    assert asked == [(["gate"], 2)]
+    assert calls == [(["gate"], 2)]
     assert "keep" in out
     assert json.loads(file.read_text())["kernels"][0]["ours_of_best_other"] == 0.5
 
 
 @pytest.mark.usefixtures("gpu")
 def test_ladders_to_a_terminal_and_a_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, LadderMachine]] = []
+    calls: list[tuple[str, LadderMachine]] = []
     rungs = (Rung("eager", "a", measured=Figures(0.5, 1.0, None, None)), Rung("compile", "b", problem="out of memory"))
 
     def climb(name: str, here: LadderMachine, say: object) -> Ladder:
-        asked.append((name, here))
+        calls.append((name, here))
         return Ladder(name, "tiny", rungs if name == "kernels" else rungs[1:])
 
     monkeypatch.setattr(ladders, "climb", climb)
     file = tmp_path / "out.json"
     code, out, _ = run("bench", "ladders", "--only", "kernels,precision", "--seq", "2k", "--json", file)
     assert code == 0
-    assert [name for name, _ in asked] == ["precision", "kernels"]
-    here = asked[0][1]
+    assert [name for name, _ in calls] == ["precision", "kernels"]
+    here = calls[0][1]
     assert (here.model.name, here.seq, here.mbs, here.world, here.gpus) == ("llama-3.2-1b", 2048, 8, 1, 1)
     assert "500.0 ms" in out
     assert "out of memory" in out
     assert [one["name"] for one in json.loads(file.read_text())["ladders"]] == ["precision", "kernels"]
     code, _, _ = run("bench", "ladders", "--only", "precision")
     assert code == 1  # no rung ran
-    code, _, said = run("bench", "ladders", "--nproc", "2")
+    code, _, err = run("bench", "ladders", "--nproc", "2")
     assert code == 2
-    assert "shows 1 GPU" in said
+    assert "shows 1 GPU" in err
 
 
 def test_help_fills_the_lines_of_any_terminal(run: Run) -> None:
@@ -119,7 +119,7 @@ def test_help_fills_the_lines_of_any_terminal(run: Run) -> None:
     assert any(line.strip() == "ultrascale bench layouts plan.yaml --budget 30m" for line in lines)
 
 
-def test_help_teaches(run: Run) -> None:
+def test_help_describes_the_measurement(run: Run) -> None:
     code, out, _ = run("bench", "kernels", "--help")
     assert code == 0
     for word in ("cold L2", "Liger-Kernel", "keep", "--only norm,gate"):

@@ -41,13 +41,13 @@ def measured(step_s: float, computing_s: float, activations: float) -> Measureme
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
     plan_of(Layout(dp=2, gas=2)).save(tmp_path / "plan.yaml")
-    for name, layout, seen in (
+    for name, layout, measurement in (
         ("a", Layout(dp=2, gas=2), measured(0.5, 0.4, 30 * MIB)),
         ("b", Layout(dp=2, mbs=2), measured(0.8, 0.45, 10 * MIB)),
     ):
         (tmp_path / name).mkdir()
         plan_of(layout).save(tmp_path / name / "plan.yaml")
-        seen.save(tmp_path / name / "measurement.json")
+        measurement.save(tmp_path / name / "measurement.json")
     return tmp_path
 
 
@@ -64,7 +64,7 @@ def test_two_runs_and_the_largest_difference(run: Run, folders: Path) -> None:
     assert {"layout.mbs 1 and 2", "layout.gas 2 and 1"} <= set(found["apart"])
 
 
-def test_a_plan_beside_a_run(run: Run, folders: Path) -> None:
+def test_a_plan_compared_with_a_run(run: Run, folders: Path) -> None:
     code, out, error = run("compare", folders / "plan.yaml", folders / "a")
     assert code == 0, error
     assert "planned" in out
@@ -81,7 +81,7 @@ def test_nothing_differs_between_a_plan_and_itself(folders: Path) -> None:
     assert not found.differences
 
 
-def test_what_cannot_be_compared_is_refused(run: Run, folders: Path) -> None:
+def test_incomparable_inputs_are_refused(run: Run, folders: Path) -> None:
     plan_of(Layout(dp=2, gas=2), "tiny-moe").save(folders / "other.yaml")
     (folders / "b" / "measurement.json").unlink()
     (folders / "empty").mkdir()
@@ -99,10 +99,10 @@ def test_what_cannot_be_compared_is_refused(run: Run, folders: Path) -> None:
 
 
 def on_gpu(step_s: float, attention_ms: float, layers: int) -> Measurement:
-    seen = measured(step_s, 0.0, MIB)
-    stages = (MeasuredStage(stage=0, layers=layers, memory=seen.memory[0].memory),)
+    measurement = measured(step_s, 0.0, MIB)
+    stages = (MeasuredStage(stage=0, layers=layers, memory=measurement.memory[0].memory),)
     note = f"attention: cuDNN {attention_ms:.2f} ms, flash 9.99 ms"
-    return seen.model_copy(update={"device": "NVIDIA H100", "time": MeasuredTime(), "notes": (note,), "memory": stages})
+    return measurement.model_copy(update={"device": "NVIDIA H100", "time": MeasuredTime(), "notes": (note,), "memory": stages})
 
 
 def beside(model: str, seq: int, mbs: int, slower: float, attention_slower: float) -> compare.Comparison:
@@ -111,9 +111,9 @@ def beside(model: str, seq: int, mbs: int, slower: float, attention_slower: floa
     job = Job(model=Model.load(model), cluster=Cluster.load("1xh100"), seq=seq, batch_tokens=mbs * seq)
     plan = Plan(job=job, layout=layout, estimate=estimate(job, layout))
     each_ms = 1e3 * plan.estimate.time.attention_s / job.model.layers
-    seen = on_gpu(slower * plan.estimate.step_time_s, attention_slower * each_ms, job.model.layers)
+    measurement = on_gpu(slower * plan.estimate.step_time_s, attention_slower * each_ms, job.model.layers)
     return compare.compare(
-        compare.ComparisonSide("plan.yaml", plan, plan.estimate), compare.ComparisonSide("runs/a", plan, seen)
+        compare.ComparisonSide("plan.yaml", plan, plan.estimate), compare.ComparisonSide("runs/a", plan, measurement)
     )
 
 
@@ -127,23 +127,23 @@ def test_attention_that_is_slower_than_the_table_is_named_with_its_head_size() -
     assert "blocks, few for 132 multiprocessors" in beside("llama-3.2-3b", 1024, 1, 1.05, 3.0).sentences[0]
 
 
-def test_a_gpu_that_waits_for_its_host_is_told_so() -> None:
+def test_a_host_bound_gpu_is_reported() -> None:
     sentence = beside("smollm2-135m", 1024, 1, slower=5, attention_slower=1).sentences[0]
     assert "the GPU waits for the host: 1,024 tokens" in sentence
     assert "a larger micro-batch" in sentence
 
 
-def test_a_gpu_that_is_slower_all_over_needs_its_own_constants() -> None:
+def test_a_uniformly_slower_gpu_needs_its_own_constants() -> None:
     assert "`ultrascale calibrate`" in beside("smollm2-1.7b", 4096, 8, slower=1.2, attention_slower=1.02).sentences[0]
 
 
-def test_a_part_that_differs_the_other_way_is_not_most_of_it() -> None:
+def test_a_part_with_the_opposite_sign_is_not_the_main_cause() -> None:
     sentence = beside("llama-3.2-1b", 4096, 8, slower=0.95, attention_slower=1.5).sentences[0]
     assert "attention" not in sentence
     assert "`ultrascale calibrate`" in sentence
 
 
-def test_a_likely_cause_is_of_a_plan_beside_a_run_alone(folders: Path) -> None:
+def test_causes_are_named_only_for_a_plan_and_a_run(folders: Path) -> None:
     first, second = (compare.load(folders / name) for name in ("a", "b"))
     assert compare.compare(first, second).cause("gradient reduction", 1.0) is None
     planned = compare.compare(compare.load(folders / "plan.yaml"), first)

@@ -29,18 +29,18 @@ def test_a_cpu_is_measured_and_planned_with(run: Run, tmp_path: Path) -> None:
     assert code == 0, error
 
 
-def test_a_gpus_constants_are_put_into_its_kind(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = HardwareTimes(((GemmShape(16384, 8192, 2048), 8e-4),), 1.1e-3, 3.2e-3, 5e-4, 4e-6)
+def test_measured_constants_are_written_to_the_gpu_kind(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = HardwareTimes(((GemmShape(16384, 8192, 2048), 8e-4),), 1.1e-3, 3.2e-3, 5e-4, 4e-6)
     monkeypatch.setattr(machine, "gpu_names", lambda: ["NVIDIA H200"])
     monkeypatch.setattr(launcher, "has_gpu", lambda: True)
-    monkeypatch.setattr(local, "run", lambda *_, **__: [seen])
+    monkeypatch.setattr(local, "run", lambda *_, **__: [times])
     file = tmp_path / "cluster.yaml"
     code, out, error = run("bench", "hardware", "-o", file)
     assert code == 0, error
     assert "long runs" in out
     found = Cluster.load(file)
     assert found.gpu == Cluster.load("1xh200").gpu
-    assert found.efficiency == hardware.efficiency(Cluster.load("1xh200"), seen)  # four digits: nothing is rounded off
+    assert found.efficiency == hardware.efficiency(Cluster.load("1xh200"), times)  # four digits: nothing is rounded off
 
 
 def test_more_processes_than_gpus_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

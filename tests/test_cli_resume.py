@@ -1,4 +1,4 @@
-"""`train --resume` and `--weights` as a user meets them: going on, cut otherwise, and every way to ask for what cannot be."""
+"""`train --resume` and `--weights`: resuming, with another layout too, and every impossible request."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def curve(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-def test_a_run_goes_on_in_its_folder(run: Run, copied: Path) -> None:
+def test_a_run_resumes_in_its_folder(run: Run, copied: Path) -> None:
     before = curve(copied)
-    code, _, said = run("train", "--resume", copied, "--steps", 6)
-    assert code == 0, said
-    assert "resuming from" in said
-    assert "step-000004" in said
+    code, _, err = run("train", "--resume", copied, "--steps", 6)
+    assert code == 0, err
+    assert "resuming from" in err
+    assert "step-000004" in err
     after = curve(copied)
     assert list(after) == [1, 2, 3, 4, 5, 6]
     assert {step: after[step] for step in before} == before
@@ -55,29 +55,29 @@ def test_a_run_goes_on_in_its_folder(run: Run, copied: Path) -> None:
     assert checkpoint.latest(copied).checkpointing.every == 1  # as the run was begun
 
 
-def test_another_layout_another_folder_an_earlier_step(run: Run, kept: Path, tmp_path: Path) -> None:
+def test_resuming_with_another_layout_folder_and_step(run: Run, kept: Path, tmp_path: Path) -> None:
     source, out = kept / "checkpoints" / "step-000003", tmp_path / "fork"
     words = ("layout.tp=1", "layout.zero=3")
-    code, _, said = run("train", "--resume", source, "--steps", 5, "--nproc", 4, "--out", out, *words)
-    assert code == 0, said
+    code, _, err = run("train", "--resume", source, "--steps", 5, "--nproc", 4, "--out", out, *words)
+    assert code == 0, err
     assert list(curve(out)) == [4, 5]
     assert curve(out)[4] == pytest.approx(curve(kept)[4], rel=1e-5)
     assert checkpoint.latest(out).layout.dp == 4
     assert checkpoint.latest(kept).step == 4
 
 
-def test_a_plan_says_how_it_goes_on(run: Run, copied: Path, tmp_path: Path) -> None:
+def test_resuming_with_a_plan(run: Run, copied: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     cluster = ("--cluster", "2xh100", "--batch-tokens", 512, "--seq", 32, "--precision", "fp32")
     assert run("plan", "tiny", *cluster, "--fix", "pp=2", "-o", plan)[0] == 0
-    code, _, said = run("train", plan, "--resume", copied, "--steps", 5)
-    assert code == 0, said
+    code, _, err = run("train", plan, "--resume", copied, "--steps", 5)
+    assert code == 0, err
     assert checkpoint.latest(copied).layout.pp == 2
 
 
-def test_weights_begin_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
-    code, _, said = run("train", "--weights", kept, "--steps", 1, *WORDS, "--out", tmp_path / "new")
-    assert code == 0, said
+def test_weights_start_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
+    code, _, err = run("train", "--weights", kept, "--steps", 1, *WORDS, "--out", tmp_path / "new")
+    assert code == 0, err
     assert list(curve(tmp_path / "new")) == [1]
     assert curve(tmp_path / "new")[1] < curve(kept)[1]
 
@@ -119,17 +119,17 @@ def test_weights_begin_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_is_refused_and_nothing_changes(
+def test_impossible_resumes_are_refused_without_changes(
     run: Run, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     here = {path: path.stat().st_mtime_ns for path in kept.rglob("*")}
     given = [word.replace("RUN", str(kept)).replace("EMPTY", str(tmp_path / "empty")) for word in words]
-    code, _, said = run("train", *given)
-    assert code == 2, said
-    assert sentence.replace("RUN", str(kept)) in said.replace("\n", " ")
-    assert "Traceback" not in said
+    code, _, err = run("train", *given)
+    assert code == 2, err
+    assert sentence.replace("RUN", str(kept)) in err.replace("\n", " ")
+    assert "Traceback" not in err
     assert {path: path.stat().st_mtime_ns for path in kept.rglob("*")} == here
     assert not (tmp_path / "runs").exists()
 
@@ -139,33 +139,31 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(run: Run, copi
     data = bytearray(damaged.read_bytes())
     data[1000] ^= 4
     damaged.write_bytes(data)
-    code, _, said = run("train", "--resume", copied, "--steps", 6)
-    said = said.replace("\n", " ")
-    assert code == 2, said
-    assert "__1_0.distcp is damaged" in said
-    assert f"try --resume {copied}/checkpoints/step-000003" in said
+    code, _, err = run("train", "--resume", copied, "--steps", 6)
+    err = err.replace("\n", " ")
+    assert code == 2, err
+    assert "__1_0.distcp is damaged" in err
+    assert f"try --resume {copied}/checkpoints/step-000003" in err
     assert list(curve(copied)) == [1, 2, 3, 4]
-    code, _, said = run("train", "--resume", copied / "checkpoints" / "step-000003", "--steps", 5)
-    assert code == 0, said
+    code, _, err = run("train", "--resume", copied / "checkpoints" / "step-000003", "--steps", 5)
+    assert code == 0, err
     assert list(curve(copied)) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_no_number_loses_nothing(run: Run, copied: Path) -> None:
+def test_a_nan_gradient_keeps_the_last_state(run: Run, copied: Path) -> None:
     """An absurd rate from here on: the state before the step that broke is kept."""
     words = ("train.lr=100.0", "train.clip=0.0", "train.lr_schedule=constant", "train.weight_decay=10")
-    code, _, said = run("train", "--resume", copied, "--steps", 200, *words)
-    assert code == 1, said
-    said = said.replace("\n", " ")
-    assert "is not finite" in said
+    code, _, err = run("train", "--resume", copied, "--steps", 200, *words)
+    assert code == 1, err
+    err = err.replace("\n", " ")
+    assert "is not finite" in err
     kept = checkpoint.latest(copied)
-    assert f"kept in {kept.folder}" in said
+    assert f"kept in {kept.folder}" in err
     assert kept.step == max(curve(copied))
 
 
-def test_a_run_finds_its_data_from_any_folder_and_knows_it_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_found_from_any_folder_and_verified(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a little text to train on " * 400)
@@ -174,21 +172,21 @@ def test_a_run_finds_its_data_from_any_folder_and_knows_it_again(
     assert begun[0] == 0, begun
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    code, _, said = run("train", "--resume", "../run", "--steps", 3)
-    assert code == 0, said
+    code, _, err = run("train", "--resume", "../run", "--steps", 3)
+    assert code == 0, err
     assert checkpoint.latest(tmp_path / "run").training.data == f"{tmp_path}/tokens:0.7,stdlib:0.3"
     shutil.rmtree(tmp_path / "tokens")
     (tmp_path / "texts" / "a.txt").write_text("another text to train on.. " * 400)
     assert run("data", "tokenize", "../texts", "-o", "../tokens")[0] == 0
-    code, _, said = run("train", "--resume", "../run", "--steps", 4)
+    code, _, err = run("train", "--resume", "../run", "--steps", 4)
     assert code == 2
-    assert "it is not the data that the run was trained on up to step 3" in said.replace("\n", " ")
+    assert "it is not the data that the run was trained on up to step 3" in err.replace("\n", " ")
     assert run("train", "--resume", "../run", "--steps", 4, "--data", "../tokens")[0] == 2
-    code, _, said = run("train", "--resume", "../run", "--steps", 4, "--allow-changed", "data")
-    assert code == 0, said
+    code, _, err = run("train", "--resume", "../run", "--steps", 4, "--allow-changed", "data")
+    assert code == 0, err
     assert json.loads((tmp_path / "run" / "env.json").read_text())["changed"] == ["data"]
-    code, _, said = run("train", "--resume", "../run", "--steps", 5)  # now it is this data that the run was trained on
-    assert code == 0, said
+    code, _, err = run("train", "--resume", "../run", "--steps", 5)  # now it is this data that the run was trained on
+    assert code == 0, err
 
 
 def test_data_of_which_anything_changed_is_refused_unless_allowed(run: Run, tmp_path: Path) -> None:
@@ -199,16 +197,16 @@ def test_data_of_which_anything_changed_is_refused_unless_allowed(run: Run, tmp_
     assert begun[0] == 0, begun
     text[3_000] ^= 1  # between the windows that a sample of 65 would look at
     text.tofile(tokens)
-    code, _, said = run("train", "--resume", out, "--steps", 3)
+    code, _, err = run("train", "--resume", out, "--steps", 3)
     assert code == 2
-    assert "it is not the data that the run was trained on up to step 2" in said.replace("\n", " ")
+    assert "it is not the data that the run was trained on up to step 2" in err.replace("\n", " ")
     with pytest.raises(SpecError, match="it is not the data"):
         Trainer.resume(out / "checkpoints" / "step-000001")
     assert Trainer.resume(out / "checkpoints" / "step-000001", allow_changed="data").request.changed == ("data",)
     text[3_000] ^= 1
     text.tofile(tmp_path / "moved.bin")
-    code, _, said = run("train", "--resume", out, "--steps", 3, "--data", tmp_path / "moved.bin")
-    assert code == 0, said
+    code, _, err = run("train", "--resume", out, "--steps", 3, "--data", tmp_path / "moved.bin")
+    assert code == 0, err
     assert json.loads((out / "env.json").read_text())["changed"] == []
 
 
@@ -224,13 +222,13 @@ def test_changed_document_ends_are_refused_under_a_document_mask(run: Run, tmp_p
 
 
 def test_another_seed_is_used_where_it_is_allowed(run: Run, copied: Path) -> None:
-    code, _, said = run("train", "--resume", copied, "--steps", 6, "--seed", 7, "--allow-changed", "seed,data")
-    assert code == 0, said
+    code, _, err = run("train", "--resume", copied, "--steps", 6, "--seed", 7, "--allow-changed", "seed,data")
+    assert code == 0, err
     assert json.loads((copied / "env.json").read_text())["changed"] == ["seed"]
     assert checkpoint.latest(copied).training.seed == 7
 
 
-def test_a_checkpoint_with_the_fingerprint_of_an_earlier_version_is_compared_that_way(run: Run, copied: Path) -> None:
+def test_old_data_fingerprints_are_compared_with_the_old_algorithm(run: Run, copied: Path) -> None:
     from ultrascale.data.corpora import sampled_fingerprint
 
     source = checkpoint.latest(copied)
@@ -243,33 +241,33 @@ def test_a_checkpoint_with_the_fingerprint_of_an_earlier_version_is_compared_tha
         assert run("train", "--resume", copied, "--steps", 6)[0] == code
 
 
-def test_a_folder_that_is_being_trained_is_left_alone(run: Run, copied: Path) -> None:
+def test_a_locked_run_folder_is_refused(run: Run, copied: Path) -> None:
     import subprocess
     import sys
 
-    held = f"import fcntl, sys; file = open({str(copied / '.lock')!r}, 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
-    words = f"{held}; print(1, flush=True); sys.stdin.read()"
+    lock = f"import fcntl, sys; file = open({str(copied / '.lock')!r}, 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    words = f"{lock}; print(1, flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        code, _, said = run("train", "--resume", copied, "--steps", 6)
+        code, _, err = run("train", "--resume", copied, "--steps", 6)
         other.communicate(b"")
     assert code == 2
-    assert "is being trained by another process" in said
+    assert "is being trained by another process" in err
     assert checkpoint.latest(copied).step == 4
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
+def test_too_little_disk_space_is_reported_before_the_first_step(
     run: Run, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ultrascale.launch import launcher
 
     monkeypatch.setattr(launcher, "free_bytes", lambda _: 10_000)
-    code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new")
+    code, _, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new")
     assert code == 2
-    assert "a checkpoint of tiny takes" in said
+    assert "a checkpoint of tiny takes" in err
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(launcher, "free_bytes", lambda _: 10_000_000)
-    code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new", "checkpoint.every=1")
+    code, _, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new", "checkpoint.every=1")
     assert code == 0
-    assert "warning: 3 checkpoints of" in said
+    assert "warning: 3 checkpoints of" in err

@@ -35,11 +35,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_try_leaves_a_whole_folder(run: Run, tmp_path: Path) -> None:
+def test_a_short_run_writes_a_complete_folder(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ("--steps", 5, "--nproc", 4, "--seed", 1, "--out", out, "layout.dp=2", "layout.tp=2")
-    code, printed, said = run("train", "--model", "tiny", *arguments)
-    assert code == 0, said
+    code, printed, err = run("train", "--model", "tiny", *arguments)
+    assert code == 0, err
     lines = metrics(out)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert all(list(line)[: len(FIELDS)] == FIELDS for line in lines)
@@ -49,12 +49,12 @@ def test_a_try_leaves_a_whole_folder(run: Run, tmp_path: Path) -> None:
     assert "difference" in printed
     plan = Plan.load(out / "plan.yaml")
     assert (plan.layout.dp, plan.layout.tp) == (2, 2)
-    seen = Measurement.load(out / "measurement.json")
-    held, predicted = seen.memory[0].memory, plan.estimate.memory[0].memory
+    measurement = Measurement.load(out / "measurement.json")
+    memory, predicted = measurement.memory[0].memory, plan.estimate.memory[0].memory
     for owner in ("parameters", "gradients", "optimizer"):
-        assert getattr(held, owner) == pytest.approx(getattr(predicted, owner), rel=0.03)
-    assert held.activations == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
-    assert seen.time.tensor_s > 0
+        assert getattr(memory, owner) == pytest.approx(getattr(predicted, owner), rel=0.03)
+    assert memory.activations == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
+    assert measurement.time.tensor_s > 0
     assert json.loads((out / "env.json").read_text())["processes"] == 4
 
 
@@ -67,18 +67,18 @@ def test_a_try_leaves_a_whole_folder(run: Run, tmp_path: Path) -> None:
 def test_the_same_numbers_on_every_layout(run: Run, tmp_path: Path, words: tuple[str, ...]) -> None:
     for name, nproc, given in (("one", 1, ()), ("cut", 2, words)):
         arguments = ("--steps", 3, "--nproc", nproc, "--out", tmp_path / name, "train.eval_every=3", *given)
-        code, _, said = run("train", "--model", "tiny", *arguments)
-        assert code == 0, said
+        code, _, err = run("train", "--model", "tiny", *arguments)
+        assert code == 0, err
     for one, cut in zip(metrics(tmp_path / "one"), metrics(tmp_path / "cut"), strict=True):
         for field in ("loss", "grad_norm"):
             assert cut[field] == pytest.approx(one[field], rel=1e-5)
     assert metrics(tmp_path / "cut")[-1]["eval_loss"] == pytest.approx(metrics(tmp_path / "one")[-1]["eval_loss"], rel=1e-5)
 
 
-def test_a_model_with_experts_tells_how_busy_they_are(run: Run, tmp_path: Path) -> None:
+def test_expert_loads_are_logged(run: Run, tmp_path: Path) -> None:
     words = ("train.balance_loss=0.01", "train.capacity_factor=1")
-    code, _, said = run("train", "--model", "tiny-moe", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", *words)
-    assert code == 0, said
+    code, _, err = run("train", "--model", "tiny-moe", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", *words)
+    assert code == 0, err
     for line in metrics(tmp_path / "run"):
         assert len(line["expert_load"]) == 8
         assert all(1 <= load <= 8 for load in line["expert_load"])
@@ -92,19 +92,19 @@ def test_a_model_with_experts_tells_how_busy_they_are(run: Run, tmp_path: Path) 
 
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize(
-    ("words", "seen"), [("layout.zero=2", False), ("layout.data_parallel=ddp", False), ("layout.zero=0", True)]
+    ("words", "is_measured"), [("layout.zero=2", False), ("layout.data_parallel=ddp", False), ("layout.zero=0", True)]
 )
-def test_what_torch_exchanges_by_itself_is_not_called_measured(run: Run, tmp_path: Path, words: str, seen: bool) -> None:
-    code, printed, said = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", words)
-    assert code == 0, said
+def test_collectives_inside_torch_are_not_reported_as_measured(run: Run, tmp_path: Path, words: str, is_measured: bool) -> None:
+    code, printed, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", words)
+    assert code == 0, err
     measured = Measurement.load(tmp_path / "run" / "measurement.json")
-    assert (measured.time.data_s is not None) == seen
-    assert ("part of computing" in printed) != seen
-    assert ("not measured" in printed) != seen
+    assert (measured.time.data_s is not None) == is_measured
+    assert ("part of computing" in printed) != is_measured
+    assert ("not measured" in printed) != is_measured
 
 
 @pytest.mark.slow  # at the default level the README's commands do this
-def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> None:
+def test_a_plan_runs_unchanged_and_is_verified(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     arguments = (
         "--cluster",
@@ -121,11 +121,11 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
         plan,
     )
     assert run("plan", "tiny", *arguments)[0] == 0
-    code, _, said = run("train", plan, "--nproc", 2, "--steps", 2, "--out", tmp_path / "run")
-    assert code == 0, said
-    assert "in fp32" in said
-    code, printed, said = run("verify", plan, "--json", tmp_path / "out.json")
-    assert code == 0, said
+    code, _, err = run("train", plan, "--nproc", 2, "--steps", 2, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert "in fp32" in err
+    code, printed, err = run("verify", plan, "--json", tmp_path / "out.json")
+    assert code == 0, err
     assert "1 of 1 layouts compute the same as one process" in printed
     (row,) = json.loads((tmp_path / "out.json").read_text())["layouts"]
     assert row["ok"] is True
@@ -134,10 +134,10 @@ def test_a_plan_runs_as_it_stands_and_is_verified(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.slow  # likewise
-def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_runs_are_verified_and_feature_pairs_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, printed, said = run("verify", "--runs", 1, "--seed", 3, "--processes", 2, "--json", tmp_path / "out.json")
-    assert code == 0, printed + said
+    code, printed, err = run("verify", "--runs", 1, "--seed", 3, "--processes", 2, "--json", tmp_path / "out.json")
+    assert code == 0, printed + err
     lines = printed.splitlines()
     assert lines[-1] == "1 of 1 runs are equal to one uninterrupted process, within rounding"
     assert any("pairs of features ran together" in line for line in lines)
@@ -152,44 +152,42 @@ def test_drawn_runs_are_verified_and_their_pairs_shown(run: Run, tmp_path: Path,
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: int) -> None:
     words = (f"layout.zero={zero}", "layout.mbs=4", "layout.gas=2")
-    code, _, said = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path, *words)
-    assert code == 0, said
+    code, _, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path, *words)
+    assert code == 0, err
     predicted = Plan.load(tmp_path / "plan.yaml").estimate.memory[0].memory
-    held = Measurement.load(tmp_path / "measurement.json").memory[0].memory
+    memory = Measurement.load(tmp_path / "measurement.json").memory[0].memory
     for owner in ("parameters", "master", "gradients", "optimizer"):
-        assert getattr(held, owner) == pytest.approx(getattr(predicted, owner), rel=0.03), owner
-    assert held.activations + held.buffers == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
+        assert getattr(memory, owner) == pytest.approx(getattr(predicted, owner), rel=0.03), owner
+    assert memory.activations + memory.buffers == pytest.approx(predicted.activations + predicted.buffers, rel=0.1)
 
 
-def test_a_run_in_this_process_leaves_its_threads_as_they_were(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counted, not set: threads that a test had used would be missing in the ranks that later ones fork."""
-    asked: list[int] = []
+def test_a_run_in_this_process_restores_the_thread_count(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are counted and threads not set: threads that a test used would be missing in ranks that other tests fork."""
+    calls: list[int] = []
     monkeypatch.setattr(machine, "cores", lambda: 3)
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
     before = torch.get_num_threads()
-    code, _, said = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")
-    assert code == 0, said
-    assert asked == [3, before]
+    code, _, err = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")
+    assert code == 0, err
+    assert calls == [3, before]
 
 
 def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
     code, printed, _ = run("train", "--model", "tiny", "--steps", 2, "--json", "--out", tmp_path / "run")
     assert code == 0
-    told = json.loads(printed)
-    assert set(told) == {"folder", "layout", "predicted", "step", "stopped", "checkpoint", "measured"}
-    assert (told["step"], told["stopped"], Path(told["checkpoint"]).name) == (2, None, "step-000002")
-    assert told["measured"]["processes"] == 1
+    output = json.loads(printed)
+    assert set(output) == {"folder", "layout", "predicted", "step", "stopped", "checkpoint", "measured"}
+    assert (output["step"], output["stopped"], Path(output["checkpoint"]).name) == (2, None, "step-000002")
+    assert output["measured"]["processes"] == 1
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_step_and_parameter(run: Run, tmp_path: Path) -> None:
+def test_a_nan_loss_ends_the_run_with_step_and_parameter(run: Run, tmp_path: Path) -> None:
     words = ("train.lr=100", "train.clip=0", "train.warmup_steps=0", "job.optimizer=sgd")
-    code, _, said = run("train", "--model", "tiny", "--steps", 40, "--nproc", 2, "--out", tmp_path / "run", *words)
+    code, _, err = run("train", "--model", "tiny", "--steps", 40, "--nproc", 2, "--out", tmp_path / "run", *words)
     assert code == 1
-    assert "error: step" in said
-    assert "Try a lower train.lr" in said
-    assert "Traceback" not in said
+    assert "error: step" in err
+    assert "Try a lower train.lr" in err
+    assert "Traceback" not in err
     assert metrics(tmp_path / "run")
 
 
@@ -201,10 +199,10 @@ def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: p
             os._exit(3)
 
     monkeypatch.setattr(loop, "run_rank", die)
-    code, _, said = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run")
+    code, _, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run")
     assert code == 1
-    assert "rank 1" in said
-    assert "exit code 3" in said
+    assert "rank 1" in err
+    assert "exit code 3" in err
 
 
 @pytest.mark.parametrize(
@@ -231,19 +229,19 @@ def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: p
     ],
     ids=str,
 )
-def test_what_cannot_be_used_is_told_in_a_sentence(run: Run, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
-    code, _, said = run(*arguments, *(("--out", tmp_path / "x") if arguments[0] == "train" else ()))
+def test_unusable_options_have_clear_errors(run: Run, tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    code, _, err = run(*arguments, *(("--out", tmp_path / "x") if arguments[0] == "train" else ()))
     assert code == 2
-    assert says in said
-    assert "Traceback" not in said
+    assert says in err
+    assert "Traceback" not in err
     assert not (tmp_path / "x").exists()
 
 
-def test_a_folder_that_holds_a_run_is_left_alone(run: Run, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(run: Run, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("kept\n")
-    code, _, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path)
+    code, _, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path)
     assert code == 2
-    assert "holds a run already" in said
+    assert "holds a run already" in err
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
 
 

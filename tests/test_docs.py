@@ -24,8 +24,8 @@ def commands(page: Path) -> list[str]:
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     for command in commands(page):
-        code, _, said = run(*shlex.split(command)[1:])
-        assert code == 0, f"{command}\n{said}"
+        code, _, err = run(*shlex.split(command)[1:])
+        assert code == 0, f"{command}\n{err}"
 
 
 @pytest.mark.quick_cases("README.md", "api.md", "memory.md", "time.md")

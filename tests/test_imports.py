@@ -1,4 +1,4 @@
-"""Planning starts fast: no heavy import before a verb runs, never torch, and imports run one way through the house."""
+"""Planning starts fast: no heavy import before a command runs, never torch, and imports between packages run one way."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ except SystemExit as end:
 """
 
 
-def test_help_waits_for_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     found = loaded_after(HELP, "--help")
     assert "typer" in found
     assert not found & {"torch", "numpy", "pydantic", "yaml"}
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["plan", "-h"], ["explain", "-h"], ["quickstart", "-h"]])
-def test_the_help_of_a_verb_waits_for_no_numbers(arguments: list[str]) -> None:
+def test_help_of_a_command_imports_no_numerics(arguments: list[str]) -> None:
     """typer itself loads pydantic as soon as it reads a verb's options; nothing of ours does."""
     found = loaded_after(HELP, *arguments)
     assert not found & {"torch", "numpy", "yaml"}
@@ -132,7 +132,7 @@ def test_imports_run_one_way(file: Path) -> None:
             assert any(f"{inside}.".startswith(f"{allowed}.") for allowed in ALLOWED[room]), f"{file} imports {name}"
 
 
-def test_the_public_names_are_all_there() -> None:
+def test_all_public_names_exist() -> None:
     for name in ultrascale.__all__:
         assert getattr(ultrascale, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'plam'"):

@@ -22,7 +22,7 @@ LOADED = re.compile(r"""<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//|<link[
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a fresh build, and what mkdocs said."""
+    """The folder of a fresh build, and the output of mkdocs."""
     missing = [name for name in PLUGINS if find_spec(name) is None]
     if missing:
         pytest.skip(f"the site is built with {', '.join(missing)}: pip install 'ultrascale[docs]'")
@@ -31,16 +31,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 0, said
-    return folder, said
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    return folder, output
 
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(site):
-    folder, said = site
-    assert "WARNING" not in said
-    assert "Documentation built" in said
+    folder, output = site
+    assert "WARNING" not in output
+    assert "Documentation built" in output
     assert (folder / "index.html").is_file()
 
 
@@ -68,7 +68,7 @@ def test_the_reference_has_every_public_name(site):
     assert "data parallelism: replicas of the model" in reference, "descriptions of fields are shown"
 
 
-def test_what_leads_out_of_the_documents_is_named_on_the_site(site):
+def test_links_out_of_the_docs_become_code(site):
     page = (site[0] / "kernels" / "index.html").read_text(encoding="utf-8")
     assert "<code>benchmarks/gpu/README.md</code>" in page
     assert 'href="../../benchmarks' not in page

@@ -22,13 +22,13 @@ ATTACK = "a\x1b[2J\x1b]0;owned\x07\x9b31m\x7f\r\x08[bold red]b[/]:boom:\u202e"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def test_what_a_terminal_obeys_becomes_a_picture() -> None:
+def test_control_characters_are_replaced_by_visible_symbols() -> None:
     assert printable("a\x1b[2J\x07\x7f\x9b\u202e") == "a␛[2J␇␡��"
     assert printable("two\nlines\tand tabs, ·×█ 日本") == "two\nlines\tand tabs, ·×█ 日本"
     assert not OBEYED.search(printable("".join(map(chr, range(0x3000)))))
 
 
-def test_a_console_prints_words_of_users_as_they_are_and_its_own_styles_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_escapes_user_text_and_keeps_its_own_styles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     console = PlainConsole(width=200)
@@ -49,11 +49,11 @@ def test_a_console_prints_words_of_users_as_they_are_and_its_own_styles_still(mo
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["table", "json"])
-def test_the_name_of_a_model_reaches_no_terminal_as_it_is(run: Run, tmp_path: Path, words: list[str]) -> None:
+def test_model_names_are_escaped_in_the_terminal(run: Run, tmp_path: Path, words: list[str]) -> None:
     model = {"name": ATTACK, "layers": 4, "hidden": 512, "heads": 8, "ffn": 1024, "vocab": 1000}
     (tmp_path / "m.yaml").write_text(yaml.safe_dump(model))
-    asked = ["--cluster=1xh100", "--batch-tokens=8k", "--seq=1024", "--top=1"]
-    code, out, err = run("plan", tmp_path / "m.yaml", *asked, "-o", tmp_path / "p.yaml", *words)
+    options = ["--cluster=1xh100", "--batch-tokens=8k", "--seq=1024", "--top=1"]
+    code, out, err = run("plan", tmp_path / "m.yaml", *options, "-o", tmp_path / "p.yaml", *words)
     assert code == 0, err
     assert not OBEYED.search(out + err)
     code, out, err = run("explain", tmp_path / "p.yaml", *words)
@@ -80,7 +80,7 @@ def test_an_error_that_quotes_a_file_is_printed_without_its_escapes(run: Run, tm
     assert not OBEYED.search(out + err)
 
 
-def test_the_name_of_a_folder_is_one_name() -> None:
+def test_a_folder_name_is_sanitized() -> None:
     assert folder_name("llama-3.2-1b") == "llama-3.2-1b"
     assert folder_name("meta/../../Llama 3\x1b[2J") == "meta-..-..-Llama-3--2J"
     assert folder_name("..") == "model"

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from draw_laws import asked, collectives, matmuls, overlap, scaling
+from draw_laws import collectives, make_job, matmuls, overlap, scaling
 from draw_shapes import context_masks, pipeline
 from svg import Bar, stacked
 from ultrascale import Estimate, Layout, estimate
@@ -21,8 +21,8 @@ from ultrascale.specs.units import GIB
 
 
 def owners(found: Estimate) -> dict[str, float]:
-    held = found.memory[found.peak_stage].memory
-    return {owner: getattr(held, owner) / GIB for owner in OWNERS}
+    memory = found.memory[found.peak_stage].memory
+    return {owner: getattr(memory, owner) / GIB for owner in OWNERS}
 
 
 def memory_bar(name: str, found: Estimate, under: str) -> Bar:
@@ -36,7 +36,7 @@ def capacity(found: Estimate) -> tuple[float, str]:
 def recomputation() -> str:
     bars = []
     for seq, words in ((4096, "4k"), (16384, "16k"), (65536, "64k")):
-        job = asked("llama-3.2-1b", "1xh100", seq, 1)
+        job = make_job("llama-3.2-1b", "1xh100", seq, 1)
         plain = estimate(job, Layout()).step_time_s
         for policy in ("none", "selective", "full"):
             found = estimate(job, Layout(recompute=policy))
@@ -46,7 +46,7 @@ def recomputation() -> str:
 
 
 def accumulation() -> str:
-    bars, job = [], asked("llama-3.2-1b", "1xh100", 4096, 16)
+    bars, job = [], make_job("llama-3.2-1b", "1xh100", 4096, 16)
     for mbs in (16, 8, 4, 2, 1):
         found = estimate(job, Layout(mbs=mbs, gas=16 // mbs))
         bars.append(memory_bar(f"mbs {mbs} × gas {16 // mbs}", found, f"{found.tokens_per_s_per_gpu:,.0f} tokens/s"))
@@ -57,12 +57,12 @@ def accumulation() -> str:
 def data_parallelism() -> str:
     bars = []
     for gpus in (8, 64, 512):
-        job = asked("llama-3.2-1b", f"{gpus}xh100", 4096, 16 * gpus)
-        for way in ("naive", "hooks", "bucketed"):
-            found = estimate(job, Layout(dp=gpus, mbs=4, gas=4, data_parallel=way))
-            takes, seen = sum(one.time_s for one in found.traffic) * 1e3, found.time.data_s * 1e3
-            parts = {"exposed": seen, "hidden behind the last backward": max(0.0, takes - seen)}
-            bars.append(Bar(f"{gpus} {way}", parts, f"{seen:.1f} ms exposed", f"of {found.step_time_s * 1e3:,.0f} ms"))
+        job = make_job("llama-3.2-1b", f"{gpus}xh100", 4096, 16 * gpus)
+        for variant in ("naive", "hooks", "bucketed"):
+            found = estimate(job, Layout(dp=gpus, mbs=4, gas=4, data_parallel=variant))
+            takes, exposed = sum(one.time_s for one in found.traffic) * 1e3, found.time.data_s * 1e3
+            parts = {"exposed": exposed, "hidden behind the last backward": max(0.0, takes - exposed)}
+            bars.append(Bar(f"{gpus} {variant}", parts, f"{exposed:.1f} ms exposed", f"of {found.step_time_s * 1e3:,.0f} ms"))
     colours = {"exposed": style.RED, "hidden behind the last backward": style.SKY}
     return stacked("The gradient reduction of a step: Llama-3.2-1B on 8, 64 and 512 H100", bars, colours, "ms")
 
@@ -70,7 +70,7 @@ def data_parallelism() -> str:
 def zero_stages() -> str:
     bars = []
     for gpus in (8, 64):
-        job = asked("llama-3-8b", f"{gpus}xh100", 8192, 4 * gpus)
+        job = make_job("llama-3-8b", f"{gpus}xh100", 8192, 4 * gpus)
         for stage in range(4):
             found = estimate(job, Layout(dp=gpus, zero=stage, gas=4, recompute="selective"))
             sent = sum(one.bytes for one in found.traffic) / GIB
@@ -79,13 +79,13 @@ def zero_stages() -> str:
     return stacked(title, bars, style.OWNER_COLORS, "GiB", capacity(found))
 
 
-def time_parts(found: Estimate, attention_apart: bool = False) -> dict[str, float]:
+def time_parts(found: Estimate, separate_attention: bool = False) -> dict[str, float]:
     """Seconds of a step in groups of causes."""
     causes = TIMES["computing"][1]
-    computing = [cause for cause in causes if not (attention_apart and cause == "attention_s")]
+    computing = [cause for cause in causes if not (separate_attention and cause == "attention_s")]
     rest = [cause for cause in CAUSES if cause not in (*causes, *COMMUNICATION)]
     groups = {"computing": computing, "exposed communication": COMMUNICATION, "bubble, optimizer, host": rest}
-    if attention_apart:
+    if separate_attention:
         groups = {"attention": ["attention_s"], **groups}
     return {name: sum(getattr(found.time, cause) for cause in group) for name, group in groups.items()}
 
@@ -99,7 +99,7 @@ TIME_COLOURS = {
 
 
 def tensor() -> str:
-    bars, job = [], asked("llama-3-70b", "64xh100", 8192, 512)
+    bars, job = [], make_job("llama-3-70b", "64xh100", 8192, 512)
     for tp in (1, 2, 4, 8, 16, 32):
         found = estimate(job, Layout(dp=64 // tp, tp=tp, zero=1, gas=8 * tp, recompute="selective"))
         bars.append(Bar(f"tp {tp}", time_parts(found), f"{found.step_time_s:,.0f} s", f"{found.peak_gib:,.0f} GiB per GPU"))
@@ -107,18 +107,18 @@ def tensor() -> str:
     return stacked(title, bars, TIME_COLOURS, "s")
 
 
-def context_ways() -> str:
-    bars, job = [], asked("llama-3-8b", "8xh100", 131072, 8)
-    for way in ("allgather", "ring", "zigzag", "ulysses"):
-        found = estimate(job, Layout(cp=8, zero=1, gas=8, context_parallel=way, recompute="full"))
+def context_variants() -> str:
+    bars, job = [], make_job("llama-3-8b", "8xh100", 131072, 8)
+    for variant in ("allgather", "ring", "zigzag", "ulysses"):
+        found = estimate(job, Layout(cp=8, zero=1, gas=8, context_parallel=variant, recompute="full"))
         under = f"{found.memory[0].memory.buffers / GIB:.2f} GiB of buffers"
-        bars.append(Bar(way, time_parts(found, attention_apart=True), f"{found.step_time_s:,.1f} s", under))
+        bars.append(Bar(variant, time_parts(found, separate_attention=True), f"{found.step_time_s:,.1f} s", under))
     title = "Llama-3-8B on 8 H100, cp 8, sequences of 131,072, full recomputation: a step by cause"
     return stacked(title, bars, TIME_COLOURS, "s")
 
 
 def expert() -> str:
-    bars, job = [], asked("mixtral-8x7b", "64xh100", 8192, 256)
+    bars, job = [], make_job("mixtral-8x7b", "64xh100", 8192, 256)
     for ep in (1, 2, 4, 8):
         found = estimate(job, Layout(dp=64, ep=ep, zero=1, gas=4, recompute="full"))
         share = found.time.expert_s / found.step_time_s
@@ -134,7 +134,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "zero": zero_stages,
     "tensor": tensor,
     "context-masks": context_masks,
-    "context-ways": context_ways,
+    "context-ways": context_variants,
     "pipeline": pipeline,
     "expert": expert,
     "scaling": scaling,

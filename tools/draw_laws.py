@@ -20,13 +20,13 @@ COLLECTIVES: tuple[tuple[Op, int], ...] = (
 )
 
 
-def asked(model: str, cluster: str, seq: int, sequences: int) -> Job:
+def make_job(model: str, cluster: str, seq: int, sequences: int) -> Job:
     return Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=seq * sequences)
 
 
 def scaling() -> str:
     most = 256
-    job = asked("llama-3.2-1b", f"{most}xh100", 4096, 4 * most)
+    job = make_job("llama-3.2-1b", f"{most}xh100", 4096, 4 * most)
     series: dict[str, list[tuple[float, float]]] = {}
     for point in survey.scaling(job, most):
         if point.estimate is not None:
@@ -40,7 +40,7 @@ def matmuls() -> str:
     """The matmul rates that estimates use."""
     tokens = 2 ** np.arange(8, 16)
     series: dict[str, list[tuple[float, float]]] = {}
-    job = asked("llama-3-8b", "8xh100", 8192, 8)
+    job = make_job("llama-3-8b", "8xh100", 8192, 8)
     for precision in ("fp8", "bf16"):
         machine = ClusterRates(job.changed(precision=precision))
         for width in (4096, 1024):
@@ -54,7 +54,7 @@ def matmuls() -> str:
 
 
 def collectives() -> str:
-    machine = ClusterRates(asked("llama-3-8b", "64xh100", 8192, 64))
+    machine = ClusterRates(make_job("llama-3-8b", "64xh100", 8192, 64))
     sizes = 2.0 ** np.arange(16, 33, 2)
     series: dict[str, list[tuple[float, float]]] = {}
     for op, count in COLLECTIVES:
@@ -69,7 +69,7 @@ def collectives() -> str:
 def overlap() -> str:
     tokens = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     series: dict[str, list[tuple[float, float]]] = {}
-    peak = asked("llama-3-8b", "8xh100", 8192, 8).peak_flops
+    peak = make_job("llama-3-8b", "8xh100", 8192, 8).peak_flops
     for place, bandwidth in (("NVLink", 450e9), ("network", 50e9)):
         series[f"DP, {place}"] = [(n, cheatsheet.data_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens]
         series[f"ZeRO-2, {place}"] = [

@@ -18,16 +18,16 @@ CP, SLICES, CELL = 4, 8, 26
 def context_masks() -> str:
     """Who computes which block of the causal mask: the engine's own positions and blocks, one token a slice."""
     sheet = Sheet("Four ranks, eight slices of a sequence: who computes which block of the causal mask", 326)
-    ways: tuple[ContextParallel, ...] = ("ring", "zigzag")
-    for number, way in enumerate(ways):
-        _mask(sheet, LEFT - 20 + number * 380, TOP + 24, way)
+    variants: tuple[ContextParallel, ...] = ("ring", "zigzag")
+    for number, variant in enumerate(variants):
+        _mask(sheet, LEFT - 20 + number * 380, TOP + 24, variant)
     return sheet.done()
 
 
-def _mask(sheet: Sheet, left: int, top: int, way: ContextParallel) -> None:
-    sheet.text(left, top - 10, f"{way}: rows are queries, columns keys")
+def _mask(sheet: Sheet, left: int, top: int, variant: ContextParallel) -> None:
+    sheet.text(left, top - 10, f"{variant}: rows are queries, columns keys")
     work = [0.0] * CP
-    for rank, row, key in _blocks(way):
+    for rank, row, key in _blocks(variant):
         work[rank] += 1.0 if key < row else 0.5  # the mask halves a block on the diagonal
         sheet.rect(left + key * CELL, top + row * CELL, CELL - 1, CELL - 1, RANK_COLOURS[rank])
     mean, aside = sum(work) / CP, left + SLICES * CELL + 16
@@ -39,17 +39,17 @@ def _mask(sheet: Sheet, left: int, top: int, way: ContextParallel) -> None:
     sheet.text(left, top + SLICES * CELL + 22, f"the slowest rank has {max(work) / mean:.2f} times the mean")
 
 
-def _blocks(way: ContextParallel) -> list[tuple[int, int, int]]:
+def _blocks(variant: ContextParallel) -> list[tuple[int, int, int]]:
     """(rank, query, key) of every pair that the mask leaves."""
     from ultrascale.parallel.comm import Axis
     from ultrascale.parallel.context import positions, visible
 
     ranks = tuple(range(CP))
-    at = [positions(SLICES, Axis("cp", None, rank, CP, ranks), way).tolist() for rank in ranks]
+    at = [positions(SLICES, Axis("cp", None, rank, CP, ranks), variant).tolist() for rank in ranks]
     found = []
     for rank in ranks:
         for owner in ranks:
-            if (block := visible(way, rank, owner, len(at[rank]))) is not None:
+            if (block := visible(variant, rank, owner, len(at[rank]))) is not None:
                 pairs = [(row, key) for row in at[rank][block.rows] for key in at[owner][block.keys]]
                 found += [(rank, row, key) for row, key in pairs if key <= row]
     return found

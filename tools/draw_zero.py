@@ -12,7 +12,7 @@ from ultrascale import Cluster, Estimate, Job, Layout, Model, estimate
 from ultrascale.specs.estimate import OWNERS
 from ultrascale.specs.units import GIB
 
-# Okabe and Ito's palette: told apart by readers with any colour vision.
+# Okabe and Ito's palette: distinguishable with any colour vision.
 COLOURS = dict(zip(OWNERS, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#999999"), strict=True))
 WIDTH, HEIGHT, LEFT, BASE, TOP = 800, 380, 60, 310, 40
 

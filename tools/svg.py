@@ -138,9 +138,9 @@ def curves(
     sheet.text((WIDTH + LEFT) / 2, base + 34, x_unit, "middle")
     colours = dict(zip(series, (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK, style.SKY), strict=False))
     for name, points in series.items():
-        seen = [(across(x), base - y / top * PLOT) for x, y in points if y <= top]
-        sheet.line(seen, colours[name], width=2)
-        for x, y in seen:
+        visible_points = [(across(x), base - y / top * PLOT) for x, y in points if y <= top]
+        sheet.line(visible_points, colours[name], width=2)
+        for x, y in visible_points:
             sheet.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[name]}"/>')
     if mark:
         sheet.line([(across(mark[0]), TOP), (across(mark[0]), base)], style.GREY, dashed=True)

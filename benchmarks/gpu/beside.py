@@ -100,7 +100,7 @@ def _arguments(model: Model, kind: Callable[..., Any]) -> Any:
     )  # fmt: skip
 
 
-def apart(engine: str, name: str, mbs: int, steps: int) -> Turn:
+def in_own_process(engine: str, name: str, mbs: int, steps: int) -> Turn:
     def rank(_: int, __: int, ___: str) -> Turn:
         return {"ultrascale": ours, "torchtitan": torchtitan}[engine](name, mbs, steps)
 
@@ -119,7 +119,7 @@ def main() -> None:
         sys.exit("torchtitan is not installed: try `pip install torchtitan==0.2.2`, or benchmarks/gpu/step.py for ours alone")
     mbs = options.mbs or MBS[options.model]
     turns = [
-        apart(engine, options.model, mbs, options.steps)
+        in_own_process(engine, options.model, mbs, options.steps)
         for _ in range(options.turns)
         for engine in ("torchtitan", "ultrascale")
     ]

@@ -1,6 +1,6 @@
 """Runs to calibrate with and to judge by: `python benchmarks/gpu/calibration_runs.py --out runs/calibration [--limit 440]`.
 
-Six runs are chosen to tell constants apart, twenty others are drawn at random (models of 0.1 to 3 billion parameters,
+Six runs are chosen to identify the constants, twenty others are drawn at random (models of 0.1 to 3 billion parameters,
 micro-batches, accumulation, recomputation, sequence lengths), all before any was measured. Each is `ultrascale train` in a
 fresh process on one GPU and leaves a run's folder; `runs.jsonl` gathers them. The cluster of their plans is what
 `ultrascale bench hardware` measures first. What is there already is not run again, and nothing starts after `--limit` seconds.
@@ -46,7 +46,7 @@ TRAINED_S, FEWEST, MOST = 4.0, 14, 60  # steps that together take about so long
 AT_ONCE = 13  # processes that fill compilers' caches side by side
 
 
-class Asked(NamedTuple):
+class RunShape(NamedTuple):
     model: str
     seq: int
     mbs: int
@@ -58,46 +58,46 @@ class Asked(NamedTuple):
         return f"{self.model}-s{self.seq}-m{self.mbs}-g{self.gas}-{self.recompute}"
 
 
-# What tells constants apart: launches, long rows, few and many tokens, matmuls alone, fp32 gradients, recomputation.
+# What identifies the constants: launches, long rows, few and many tokens, matmuls alone, fp32 gradients, recomputation.
 TO_FIT = (
-    Asked("smollm2-135m", 1024, 4),
-    Asked("smollm2-360m", 2048, 16),
-    Asked("llama-3.2-1b", 16384, 1),
-    Asked("smollm2-1.7b", 2048, 4, gas=4),
-    Asked("qwen2.5-1.5b", 4096, 4, recompute="selective"),
-    Asked("llama-3.2-3b", 4096, 2, recompute="full"),
+    RunShape("smollm2-135m", 1024, 4),
+    RunShape("smollm2-360m", 2048, 16),
+    RunShape("llama-3.2-1b", 16384, 1),
+    RunShape("smollm2-1.7b", 2048, 4, gas=4),
+    RunShape("qwen2.5-1.5b", 4096, 4, recompute="selective"),
+    RunShape("llama-3.2-3b", 4096, 2, recompute="full"),
 )
 SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "llama-3.2-1b")
 MODELS = (*SMALL, "smollm2-1.7b", "qwen2.5-1.5b", "llama-3.2-3b", "smollm3-3b")
 
 
-def others(cluster: Cluster, seed: int) -> list[Asked]:
+def others(cluster: Cluster, seed: int) -> list[RunShape]:
     """Models in turn, everything else at random, as long as it fits and a step is short."""
-    rng, found = random.Random(seed), list[Asked]()
+    rng, found = random.Random(seed), list[RunShape]()
     while len(found) < OTHERS:
         seq = rng.choice((1024, 2048, 4096, 8192, 16384))
         mbs = rng.choice((4096, 8192, 16384, 32768)) // seq
         recompute, gas = rng.choice(("none", "selective", "full")), rng.choice((1, 1, 2, 4))
-        one = Asked(MODELS[len(found) % len(MODELS)], seq, mbs, gas, recompute)
+        one = RunShape(MODELS[len(found) % len(MODELS)], seq, mbs, gas, recompute)
         if mbs and not any(_same(one, other) for other in (*TO_FIT, *found)) and _short(one, cluster):
             found.append(one)
     return found
 
 
-def _same(one: Asked, other: Asked) -> bool:
+def _same(one: RunShape, other: RunShape) -> bool:
     """Fused blocks drop by themselves all that selective recomputation would: the two are one run."""
     if fused_blocks_problem(Model.load(one.model), one.seq) is None:
         one, other = (each._replace(recompute=each.recompute.replace("selective", "none")) for each in (one, other))
     return one == other
 
 
-def _short(one: Asked, cluster: Cluster) -> bool:
+def _short(one: RunShape, cluster: Cluster) -> bool:
     job = Job(model=Model.load(one.model), cluster=cluster, seq=one.seq, batch_tokens=one.seq * one.mbs * one.gas)
     expected = estimate(job, Layout(mbs=one.mbs, gas=one.gas, recompute=one.recompute))
     return expected.step_time_s < LONGEST_S and expected.peak_gib < FULLEST_GIB
 
 
-def request(one: Asked, steps: int, layers: int | None = None) -> Request:
+def request(one: RunShape, steps: int, layers: int | None = None) -> Request:
     words = [f"job.seq={one.seq}", f"layout.mbs={one.mbs}", f"layout.gas={one.gas}", f"layout.recompute={one.recompute}"]
     words += [f"train.steps={steps}", "train.data=synthetic", "checkpoint.save=false"]
     model = Model.load(one.model)
@@ -110,25 +110,25 @@ def steps_for(step_s: float) -> int:
     return min(MOST, max(FEWEST, math.ceil(TRAINED_S / step_s)))
 
 
-def train(one: Asked, folder: Path, cluster: Cluster) -> None:
+def train(one: RunShape, folder: Path, cluster: Cluster) -> None:
     """In a fresh process, as a user's run is."""
-    asked = request(one, FEWEST).on(cluster)
-    asked = request(one, steps_for(estimate(asked.job, asked.layout).step_time_s))
-    local.run(_rank, 1, asked, folder, cluster)
+    requested = request(one, FEWEST).on(cluster)
+    requested = request(one, steps_for(estimate(requested.job, requested.layout).step_time_s))
+    local.run(_rank, 1, requested, folder, cluster)
 
 
-def _rank(_: int, __: int, ___: str, asked: Request, folder: Path, cluster: Cluster) -> None:
-    launcher.train(asked, folder, None, cluster, quiet=True)
+def _rank(_: int, __: int, ___: str, requested: Request, folder: Path, cluster: Cluster) -> None:
+    launcher.train(requested, folder, None, cluster, quiet=True)
 
 
-def warm(wanted: Sequence[Asked]) -> None:
+def warm(wanted: Sequence[RunShape]) -> None:
     """Fills the compilers' caches: blocks of one layer are those of all, so that little memory lets many compile at once."""
     for at in range(0, len(wanted), AT_ONCE):
         some = wanted[at : at + AT_ONCE]
         local.run(_warm_rank, len(some), some)
 
 
-def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
+def _warm_rank(rank: int, _: int, __: str, some: Sequence[RunShape]) -> None:
     from ultrascale.launch.rank import run_rank
     from ultrascale.launch.rank_info import RankInfo
 
@@ -138,7 +138,7 @@ def _warm_rank(rank: int, _: int, __: str, some: Sequence[Asked]) -> None:
         print(f"{some[rank].name} did not warm up: {error!r:.200}", flush=True)
 
 
-def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, until: float) -> None:
+def measure(wanted: Sequence[RunShape], out: Path, cluster: Cluster, until: float) -> None:
     for number, one in enumerate(wanted, 1):
         folder = out / one.name
         if (folder / folders.MEASUREMENT).exists():
@@ -155,9 +155,9 @@ def measure(wanted: Sequence[Asked], out: Path, cluster: Cluster, until: float) 
         line = kept(folder, "fit" if one in wanted[:6] else "other")
         with (out / "runs.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        plan, seen = Plan.load(folder / folders.PLAN), Measurement.load(folder / folders.MEASUREMENT)
+        plan, measured = Plan.load(folder / folders.PLAN), Measurement.load(folder / folders.MEASUREMENT)
         print(
-            f"{number:2} {one.name:44} {plan.estimate.step_time_s * 1e3:8.1f} ms predicted, {seen.step_time_s * 1e3:8.1f} "
+            f"{number:2} {one.name:44} {plan.estimate.step_time_s * 1e3:8.1f} ms predicted, {measured.step_time_s * 1e3:8.1f} "
             f"measured, {time.monotonic() - began:5.1f} s",
             flush=True,
         )

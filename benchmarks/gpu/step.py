@@ -2,8 +2,8 @@
 
 Builds the engine as `ultrascale train` does and steps it on synthetic tokens. Prints one row per combination of what was asked
 for; `--profile` adds where one step's time goes, by kind of kernel. Compilation and the first steps are not counted.
-`--precision bf16 fp8` compares the two. `--ways` runs the engine without its own kernels too, in the same run: plain, loss,
-adamw, made, fused, recorded, flash and all, each with one thing more.
+`--precision bf16 fp8` compares the two. `--kernels` also runs the engine without its own kernels, in the same run: plain, loss,
+adamw, grads, fused, graphs, flash and all, each with one kernel more than the one before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
 
 SEQ = 4096
-WARM_UP = 5  # steps: compilation, the optimizer's states, the allocator's first blocks; the fifth may be recorded
+WARM_UP = 5  # steps: compilation, the optimizer's states, the allocator's first blocks; the fifth may be captured
 
 # Shapes of Llama 3.2, the embedding and the head each with a matrix of their own.
 MODELS = {
@@ -59,12 +59,19 @@ MODELS = {
 }  # fmt: skip
 MBS = {"1b": 8, "3b": 4, "moe": 8}
 
-# What each adds to the one before: compiled blocks; the chunked loss; fused AdamW with split masters; gradients left in
-# autograd's tensors; fused blocks; CUDA graphs; FlashAttention 4 and gates within matmuls, where installed and faster.
-WAYS = {"plain": "compiled", "loss": "loss", "adamw": "adamw", "made": "single_microbatch", "fused": "fused"}
-WAYS["recorded"] = "cuda_graphs"
+# What each set of kernels has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one
+# pass, masters in halves; gradients left as backward writes them; fused blocks; a step as one CUDA graph, where that is faster;
+# and where they are installed and faster, FlashAttention 4 and gates within matmuls.
+KERNEL_FLAGS = {
+    "plain": "compiled",
+    "loss": "loss",
+    "adamw": "adamw",
+    "grads": "single_microbatch",
+    "fused": "fused",
+    "graphs": "cuda_graphs",
+}
 INSTALLED = {"flash": FLASH_ATTENTION_4, "all": QUACK}
-EVERY = (*WAYS, *INSTALLED)
+KERNEL_SETS = (*KERNEL_FLAGS, *INSTALLED)
 
 # Parts of kernels' names, in the order in which they are tried.
 KINDS = {
@@ -86,7 +93,7 @@ class Measured:
     model: str
     mbs: int
     recompute: str
-    way: str
+    kernel_set: str
     numbers: str
     step_ms: float
     tokens_per_s: float
@@ -95,10 +102,10 @@ class Measured:
     allocated_gib: float
     reserved_gib: float
     losses: tuple[float, ...]
-    """of the first five steps and the last: every way must train alike"""
+    """of the first five steps and the last: every set of kernels must train alike"""
     ready_s: float
     """from nothing to the end of the warm-up"""
-    chosen: tuple[str, ...]
+    selected: tuple[str, ...]
     """kernels that were timed and taken"""
 
 
@@ -128,14 +135,16 @@ def build(model: Model, mbs: int, recompute: str, steps: int, numbers: Numbers, 
 
 
 @contextmanager
-def only(way: str) -> Iterator[None]:
-    """The engine with what `way` has and no more of its own kernels."""
-    names = EVERY[: EVERY.index(way) + 1]
+def only(kernel_set: str) -> Iterator[None]:
+    """The engine with the kernels of `kernel_set` and no others of its own."""
+    names = KERNEL_SETS[: KERNEL_SETS.index(kernel_set) + 1]
     choose = own.choose
 
-    def fewer(*asked: Any) -> own.Kernels:
-        chosen = choose(*asked)
-        return own.Kernels(**{WAYS[name]: getattr(chosen, WAYS[name]) for name in names if name in WAYS})
+    def fewer(*arguments: Any) -> own.Kernels:
+        selected = choose(*arguments)
+        return own.Kernels(
+            **{KERNEL_FLAGS[name]: getattr(selected, KERNEL_FLAGS[name]) for name in names if name in KERNEL_FLAGS}
+        )
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(own, "choose", fewer))
@@ -145,16 +154,16 @@ def only(way: str) -> Iterator[None]:
 
 
 def measure(
-    name: str, mbs: int, recompute: str, way: str, numbers: Numbers, steps: int, profiled: bool
+    name: str, mbs: int, recompute: str, kernel_set: str, numbers: Numbers, steps: int, profiled: bool
 ) -> tuple[Measured, list[Kernel], str]:
     began = time.perf_counter()
-    with only(way):
+    with only(kernel_set):
         engine = build(MODELS[name], mbs, recompute, WARM_UP + steps, numbers)
     losses = [engine.step(number).loss for number in range(WARM_UP)]
     torch.cuda.synchronize()
     if (
         engine.cuda_graphs is None or not engine.cuda_graphs.used
-    ):  # a recorded step has its memory set aside: its peak was that of the recording
+    ):  # a captured step has a memory pool of its own: its peak was that of the capture
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     losses += [engine.step(number).loss for number in range(WARM_UP, WARM_UP + steps)]
@@ -165,7 +174,7 @@ def measure(
         model=name,
         mbs=mbs,
         recompute=recompute,
-        way=way,
+        kernel_set=kernel_set,
         numbers=str(numbers),
         step_ms=step_s * 1e3,
         tokens_per_s=tokens_per_s,
@@ -174,18 +183,18 @@ def measure(
         reserved_gib=torch.cuda.max_memory_reserved() / GIB,
         losses=(*losses[:5], losses[-1]),
         ready_s=started - began,
-        chosen=tuple(map(str, engine.autotuned)),
+        selected=tuple(map(str, engine.autotuned)),
     )
     return row, profile(engine, WARM_UP + steps) if profiled else [], torch.cuda.get_device_name()
 
 
-def measure_apart(
-    name: str, mbs: int, recompute: str, way: str, numbers: Numbers, steps: int, profiled: bool
+def measure_in_own_process(
+    name: str, mbs: int, recompute: str, kernel_set: str, numbers: Numbers, steps: int, profiled: bool
 ) -> tuple[Measured, list[Kernel], str]:
     """In a process of its own, so that every row finds the GPU empty."""
 
     def rank(_: int, __: int, ___: str) -> tuple[Measured, list[Kernel], str]:
-        return measure(name, mbs, recompute, way, numbers, steps, profiled)
+        return measure(name, mbs, recompute, kernel_set, numbers, steps, profiled)
 
     (result,) = local.run(rank, 1)
     return result  # type: ignore[no-any-return]
@@ -193,10 +202,10 @@ def measure_apart(
 
 def profile(engine: Engine, number: int) -> list[Kernel]:
     """The kernels of one step, longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         engine.step(number)
         torch.cuda.synchronize()
-    kernels = [Kernel(event.key, event.self_device_time_total / 1e3, event.count) for event in seen.key_averages()]
+    kernels = [Kernel(event.key, event.self_device_time_total / 1e3, event.count) for event in profiler.key_averages()]
     return sorted((kernel for kernel in kernels if kernel.ms > 0), key=lambda kernel: -kernel.ms)
 
 
@@ -219,12 +228,12 @@ def machine(gpu: str) -> str:
 
 def show(rows: Sequence[Measured], title: str) -> None:
     table = Table(title=title)
-    words = ("model", "recompute", "way", "matmuls")
+    words = ("model", "recompute", "kernels", "matmuls")
     for heading in (
         "model",
         "mbs",
         "recompute",
-        "way",
+        "kernels",
         "matmuls",
         "step ms",
         "tokens/s",
@@ -239,18 +248,18 @@ def show(rows: Sequence[Measured], title: str) -> None:
         figures = f"{row.step_ms:.1f}", f"{row.tokens_per_s:,.0f}", f"{100 * row.mfu:.1f}"
         memory = f"{row.allocated_gib:.2f}", f"{row.reserved_gib:.2f}"
         ends = f"{row.losses[-1]:.3f}", f"{row.ready_s:.0f}"
-        table.add_row(row.model, str(row.mbs), row.recompute, row.way, row.numbers, *figures, *memory, *ends)
+        table.add_row(row.model, str(row.mbs), row.recompute, row.kernel_set, row.numbers, *figures, *memory, *ends)
     Console(width=128).print(table)
     for row in rows:
         print(
             row.model,
             row.mbs,
             row.recompute,
-            row.way,
+            row.kernel_set,
             row.numbers,
             "losses of the first steps:",
             *(f"{loss:.4f}" for loss in row.losses[:-1]),
-            f"({'; '.join(row.chosen)})",
+            f"({'; '.join(row.selected)})",
         )
 
 
@@ -268,7 +277,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="1b")
     parser.add_argument("--mbs", type=int, nargs="+", help="sequences in a micro-batch; default 8, for 3b 4")
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), default=["none"])
-    parser.add_argument("--ways", nargs="+", choices=EVERY, default=["all"], help="with how many of its own kernels")
+    parser.add_argument("--kernels", nargs="+", choices=KERNEL_SETS, default=["all"], help="with how many of its own kernels")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--fp8-scaling", choices=("tensor", "row", "block"), default="tensor")
     parser.add_argument("--fp8-keep", nargs="+", choices=("ends", "head", "none"), default=["ends"])
@@ -279,9 +288,11 @@ def main() -> None:
     rows = []
     kept = {"bf16": ["ends"], "fp8": options.fp8_keep}
     numbers = [Numbers(name, options.fp8_scaling, keep) for name in options.precision for keep in kept[name]]
-    asked = product(options.mbs or [MBS[options.model]], options.recompute, options.ways, numbers)
-    for mbs, recompute, way, of in asked:
-        row, kernels, gpu = measure_apart(options.model, mbs, recompute, way, of, options.steps, options.profile)
+    settings = product(options.mbs or [MBS[options.model]], options.recompute, options.kernels, numbers)
+    for mbs, recompute, kernel_set, of in settings:
+        row, kernels, gpu = measure_in_own_process(
+            options.model, mbs, recompute, kernel_set, of, options.steps, options.profile
+        )
         rows.append(row)
         if kernels:
             show_profile(kernels)

@@ -85,7 +85,9 @@ def norm(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
 
     # Forward reads two and writes two; backward reads three, writes the gradient and the norm's output once more.
     moved = 9 * rows * width * x.element_size()
-    return KernelComparison(f"{rows:,} × {width:,}", ways(plain, lambda: KernelCandidate(ours), liger), moved, missing=ABSENT)
+    return KernelComparison(
+        f"{rows:,} × {width:,}", candidates(plain, lambda: KernelCandidate(ours), liger), moved, missing=ABSENT
+    )
 
 
 def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
@@ -131,7 +133,7 @@ def rotary(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kern
 
     size = f"{rows:,} × ({heads} + 2 × {kv_heads}) × {dim}"
     moved = 2 * rows * dim * joint.element_size() * (heads + kv_heads + sum(cut))
-    return KernelComparison(size, ways(plain, ours, liger), moved, missing=ABSENT)
+    return KernelComparison(size, candidates(plain, ours, liger), moved, missing=ABSENT)
 
 
 def gate(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
@@ -174,7 +176,9 @@ def gate(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
 
     # Forward reads two and writes one; backward reads three, writes both gradients and the gate's output once more.
     moved = 9 * rows * width * both.element_size()
-    return KernelComparison(f"{rows:,} × {width:,}", ways(plain, lambda: KernelCandidate(ours), liger), moved, missing=ABSENT)
+    return KernelComparison(
+        f"{rows:,} × {width:,}", candidates(plain, lambda: KernelCandidate(ours), liger), moved, missing=ABSENT
+    )
 
 
 def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> KernelComparison:
@@ -183,7 +187,7 @@ def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
     hidden = numbers(device, dtype, rows, width)
     weight = numbers(device, dtype, vocab, width, seed=1) * width**-0.5
     targets = torch.randint(vocab, (rows,), device=device, generator=torch.Generator(device).manual_seed(2))
-    run = partial(both_ways, inputs=leaves(hidden, weight), grads=(torch.tensor(1 / rows, device=device),))
+    run = partial(forward_and_backward, inputs=leaves(hidden, weight), grads=(torch.tensor(1 / rows, device=device),))
     criterion = CrossEntropy()
 
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -196,7 +200,7 @@ def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
 
     return KernelComparison(
         f"{rows:,} × {width:,} × {vocab:,}",
-        ways(
+        candidates(
             lambda wrap: run(wrap(plain)),
             lambda: KernelCandidate(run(lambda hidden, weight: linear_cross_entropy(hidden, weight, targets))),
             liger,
@@ -212,10 +216,10 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
     wide = (model.q_dim + 2 * model.kv_dim, model.hidden), (model.hidden, model.q_dim)
     sizes = [*wide, (2 * model.ffn, model.hidden), (model.hidden, model.ffn), (model.hidden,), (model.hidden,)] * LAYERS
     before = [numbers(device, torch.float32, *size, seed=number) * 0.02 for number, size in enumerate(sizes)]
-    made = [numbers(device, dtype, *size, seed=number + len(sizes)) for number, size in enumerate(sizes)]
+    grads = [numbers(device, dtype, *size, seed=number + len(sizes)) for number, size in enumerate(sizes)]
 
     def eager() -> KernelCandidate:
-        masters, gradients = [one.clone() for one in before], [one.float() for one in made]
+        masters, gradients = [one.clone() for one in before], [one.float() for one in grads]
         copies = [one.to(dtype) for one in before]
         inner = torch.optim.AdamW(masters, lr=RATE, betas=BETAS, eps=NEAR_ZERO, weight_decay=DECAY, fused=True)
 
@@ -237,7 +241,7 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
 
         @torch.no_grad()
         def run() -> tuple[Tensor, ...]:
-            step(masters, made, means, squares, copies)
+            step(masters, grads, means, squares, copies)
             return ()
 
         return KernelCandidate(run, result=lambda: _updates(masters))
@@ -250,7 +254,7 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
         now = adamw_triton.changing(FACTOR, RATE, BETAS, updates=1).to(device)
 
         def run() -> tuple[Tensor, ...]:
-            for (copy, rest), gradient, mean, square in zip(pairs, made, means, squares, strict=True):
+            for (copy, rest), gradient, mean, square in zip(pairs, grads, means, squares, strict=True):
                 adamw_triton.step(rest, gradient, mean, square, copy, now, decay=DECAY, betas=BETAS, eps=NEAR_ZERO)
             return ()
 
@@ -310,7 +314,9 @@ def _attention(
     model, rows = shape.model, (shape.mbs, shape.seq)
     heads = model.heads, model.kv_heads, model.kv_heads
     inputs = leaves(*(numbers(device, dtype, *rows, count, model.head_dim, seed=seed) for seed, count in enumerate(heads)))
-    run = partial(both_ways, inputs=inputs, grads=(numbers(device, dtype, *rows, model.heads, model.head_dim, seed=3),))
+    run = partial(
+        forward_and_backward, inputs=inputs, grads=(numbers(device, dtype, *rows, model.heads, model.head_dim, seed=3),)
+    )
     core = CausalAttention(reach)
     bias = None if numbered is None else document_bias(numbered, dtype)
     mask = flex.mask(shape.seq, reach, numbered, device)
@@ -321,14 +327,14 @@ def _attention(
 
     return KernelComparison(
         f"{shape.mbs} × {shape.seq:,}, {model.heads} heads of {model.head_dim}, {what}",
-        ways(lambda wrap: run(wrap(dense)), lambda: KernelCandidate(run(lambda q, k, v: flex.attend(q, k, v, mask)))),
+        candidates(lambda wrap: run(wrap(dense)), lambda: KernelCandidate(run(lambda q, k, v: flex.attend(q, k, v, mask)))),
         # Two GEMMs of a pair forward and five backward, 2·d operations each.
         flops=7 * 2.0 * model.head_dim * model.heads * pairs,
         missing=NONE,
     )
 
 
-def ways(plain: Callable[[Wrap], Run], ours: Make, liger: Make | None = None) -> dict[str, Make]:
+def candidates(plain: Callable[[Wrap], Run], ours: Make, liger: Make | None = None) -> dict[str, Make]:
     """The candidates that exist; `plain` builds a run of torch's operators, each function wrapped, or not, by torch.compile."""
     found: dict[str, Make] = {
         "eager": lambda: KernelCandidate(plain(lambda function: function)),
@@ -339,7 +345,7 @@ def ways(plain: Callable[[Wrap], Run], ours: Make, liger: Make | None = None) ->
     return {**found, "ours": ours}
 
 
-def both_ways(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
+def forward_and_backward(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Run:
     """Forward, and backward from `grads` to all inputs."""
 
     def run() -> tuple[Tensor, ...]:

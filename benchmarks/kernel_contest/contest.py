@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-WAYS = ("eager", "compile", "liger", "ours")
+CANDIDATES = ("eager", "compile", "liger", "ours")
 KERNELS = ("norm", "rotary", "gate", "loss", "adamw", "window", "documents")
 SEQ = 4096
 ROUNDS = 3  # kernels take turns, since a GPU that warms up slows all of them
@@ -64,14 +64,14 @@ class KernelCandidate:
 @dataclass(frozen=True)
 class KernelComparison:
     size: str
-    ways: dict[str, Callable[[], KernelCandidate]]
-    """in the order of WAYS; all are compared with the first"""
+    candidates: dict[str, Callable[[], KernelCandidate]]
+    """in the order of CANDIDATES; all are compared with the first"""
     moved: int = 0
     """bytes that ours reads and writes"""
     flops: float = 0.0
     """of matmuls, where they take the time"""
     missing: dict[str, str] = field(default_factory=dict)
-    """ways that do not exist, and why"""
+    """candidates that do not exist, and why"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class KernelResult:
     size: str
     times_ms: dict[str, float]
     missing: dict[str, str]
-    """ways without a time, and why"""
+    """candidates without a time, and why"""
     differences: dict[str, float]
     """from plain torch: the largest, over the largest value of that output or gradient"""
     extra_gib: dict[str, float]
@@ -94,7 +94,7 @@ class KernelResult:
     @property
     def share(self) -> float | None:
         """Our time over the best other."""
-        others = [ms for way, ms in self.times_ms.items() if way != "ours"]
+        others = [ms for candidate, ms in self.times_ms.items() if candidate != "ours"]
         return self.times_ms["ours"] / min(others) if others and "ours" in self.times_ms else None
 
     @property
@@ -112,7 +112,10 @@ class KernelsReport:
 
 def run(only: str | None, tokens: str | None, hidden: int | None, json_file: Path | None) -> None:
     """The command."""
-    names, asked = select(only, KERNELS, "kernel"), shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden)
+    names, requested = (
+        select(only, KERNELS, "kernel"),
+        shapes(None if tokens is None else count(tokens, "--tokens", "16k"), hidden),
+    )
     if not launcher.has_gpu():
         raise SpecError(
             "bench kernels needs a GPU but nvidia-smi shows none here: run it on a machine that has one; "
@@ -120,7 +123,7 @@ def run(only: str | None, tokens: str | None, hidden: int | None, json_file: Pat
         )
     import_torch()
     with progress() as say:
-        for report in measure(names, asked, say):
+        for report in measure(names, requested, say):
             write_json(json_file, kernels_json(report))  # after each, so an interrupted bench keeps its results
     show_kernels(terminal(), report)
 
@@ -142,9 +145,9 @@ def shapes(tokens: int | None, hidden: int | None) -> list[KernelShape]:
             name=name, layers=1, hidden=width, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             vocab=128256, rope_theta=500000.0,
         )  # fmt: skip
-        asked = tokens or mbs * SEQ
-        seq = SEQ if asked % SEQ == 0 else asked
-        found.append(KernelShape(model, asked // seq, seq))
+        tokens_per_step = tokens or mbs * SEQ
+        seq = SEQ if tokens_per_step % SEQ == 0 else tokens_per_step
+        found.append(KernelShape(model, tokens_per_step // seq, seq))
     return found
 
 
@@ -166,9 +169,9 @@ def measure(
     say("attention by each kernel that there is; gates between matmuls and within them")
     lines = tuple(f"{shape.model.name}: {found}" for shape in models for found in _choices(shape, device))
     report = KernelsReport(f"{name}, torch {torch.__version__}", (), lines)
-    asked = [(kernel, shape) for shape in models for kernel in kernels]
-    for number, (kernel, shape) in enumerate(asked, 1):
-        step = f"{number} of {len(asked)}: {kernel}, {shape.model.name}"
+    cases = [(kernel, shape) for shape in models for kernel in kernels]
+    for number, (kernel, shape) in enumerate(cases, 1):
+        step = f"{number} of {len(cases)}: {kernel}, {shape.model.name}"
         say(f"{step}: making its inputs")
         comparison = CASES[kernel](shape, device, torch.bfloat16)
         row = _measure_one(kernel, shape, comparison, gpu, lambda text, step=step: say(f"{step}: {text}"))  # type: ignore[misc]
@@ -179,43 +182,43 @@ def measure(
 
 
 def _measure_one(
-    kernel: str, shape: KernelShape, asked: KernelComparison, gpu: GPU | None, say: Callable[[str], None]
+    kernel: str, shape: KernelShape, comparison: KernelComparison, gpu: GPU | None, say: Callable[[str], None]
 ) -> KernelResult:
     import torch
 
     runners: dict[str, KernelCandidate] = {}
-    missing = dict(asked.missing)
+    missing = dict(comparison.missing)
     wanted: tuple[Tensor, ...] = ()
     differences: dict[str, float] = {}
     extra: dict[str, float] = {}
-    for way, make in asked.ways.items():
-        say(f"{way}, once, compiled where it has to be")
+    for candidate, make in comparison.candidates.items():
+        say(f"{candidate}, once, compiled where it has to be")
         try:
             one = make()
             outputs = one.run()
             found = outputs if one.result is None else one.result()
-            differences[way] = difference(found, wanted or found)
+            differences[candidate] = difference(found, wanted or found)
             wanted = wanted or tuple(output.detach().clone() for output in found)
-            extra[way] = _extra_gib(one)
-            runners[way] = one
+            extra[candidate] = _extra_gib(one)
+            runners[candidate] = one
         except torch.OutOfMemoryError:
-            missing[way] = "out of memory"
+            missing[candidate] = "out of memory"
         except Exception as error:
-            if way == "ours":
+            if candidate == "ours":
                 raise
-            missing[way] = f"failed: {type(error).__name__}"  # another's version that does not work with this torch
+            missing[candidate] = f"failed: {type(error).__name__}"  # another's version that does not work with this torch
         _free()
     del wanted
     times = time_ms(runners, say)
     ours = times.get("ours")
-    gb_s = asked.moved / ours / 1e6 if ours and asked.moved else None
-    tflops = asked.flops / ours / 1e9 if ours and asked.flops else None
+    gb_s = comparison.moved / ours / 1e6 if ours and comparison.moved else None
+    tflops = comparison.flops / ours / 1e9 if ours and comparison.flops else None
     of_peak = None
     if gpu is not None and gb_s is not None:
         of_peak = gb_s / gpu.memory_bandwidth_gb_s
     elif gpu is not None and tflops is not None and "bf16" in gpu.peak_tflops:
         of_peak = tflops / gpu.peak_tflops["bf16"]
-    return KernelResult(kernel, shape.model.name, asked.size, times, missing, differences, extra, gb_s, tflops, of_peak)
+    return KernelResult(kernel, shape.model.name, comparison.size, times, missing, differences, extra, gb_s, tflops, of_peak)
 
 
 def _extra_gib(one: KernelCandidate) -> float:
@@ -248,13 +251,13 @@ def time_ms(runners: dict[str, KernelCandidate], say: Callable[[str], None]) -> 
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
 
-    turns = {way: max(FEWEST, round(ROUND_MS / min(turn(one, FEWEST)))) for way, one in runners.items()}
-    samples: dict[str, list[float]] = {way: [] for way in runners}
+    turns = {candidate: max(FEWEST, round(ROUND_MS / min(turn(one, FEWEST)))) for candidate, one in runners.items()}
+    samples: dict[str, list[float]] = {candidate: [] for candidate in runners}
     for number in range(ROUNDS):
-        for way, one in runners.items():
-            say(f"timing, round {number + 1} of {ROUNDS}, {way}")
-            samples[way] += turn(one, turns[way])
-    return {way: statistics.median(times) for way, times in samples.items()}
+        for candidate, one in runners.items():
+            say(f"timing, round {number + 1} of {ROUNDS}, {candidate}")
+            samples[candidate] += turn(one, turns[candidate])
+    return {candidate: statistics.median(times) for candidate, times in samples.items()}
 
 
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
@@ -306,20 +309,26 @@ STYLES = {"keep": "green", "slower": "bold red", "–": ""}
 
 
 def show_kernels(console: Console, report: KernelsReport) -> None:
-    columns = (*(f"{way} ms" for way in WAYS), "ours / best other", "ours moves or computes", "largest difference", "")
+    columns = (
+        *(f"{candidate} ms" for candidate in CANDIDATES),
+        "ours / best other",
+        "ours moves or computes",
+        "largest difference",
+        "",
+    )
     title = f"forward and backward, medians in ms with a cold L2 cache: {report.machine}"
-    made = table(title, "kernel", "shape", *columns, left=("kernel", "shape"))
+    results = table(title, "kernel", "shape", *columns, left=("kernel", "shape"))
     for row in report.rows:
-        made.add_row(
+        results.add_row(
             row.kernel,
             f"{row.model}: {row.size}",
-            *(_kernel_time(row, way) for way in WAYS),
+            *(_kernel_time(row, candidate) for candidate in CANDIDATES),
             "–" if row.share is None else f"{row.share:.2f}",
             _rate(row),
-            ", ".join(f"{way} {value:.1e}" for way, value in list(row.differences.items())[1:]) or "–",
+            ", ".join(f"{candidate} {value:.1e}" for candidate, value in list(row.differences.items())[1:]) or "–",
             Text(row.verdict, style=STYLES[row.verdict]),
         )
-    console.print(made)
+    console.print(results)
     for line in report.choices:
         console.print(f"{line}; a run takes the first")
     slower = [f"{row.kernel} ({row.model})" for row in report.rows if row.verdict == "slower"]
@@ -332,8 +341,8 @@ def kernels_json(report: KernelsReport) -> dict[str, Any]:
     return {"machine": report.machine, "kernels": rows, "choices": report.choices}
 
 
-def _kernel_time(row: KernelResult, way: str) -> str:
-    return f"{row.times_ms[way]:,.3f}" if way in row.times_ms else row.missing.get(way, "–")
+def _kernel_time(row: KernelResult, candidate: str) -> str:
+    return f"{row.times_ms[candidate]:,.3f}" if candidate in row.times_ms else row.missing.get(candidate, "–")
 
 
 def _rate(row: KernelResult) -> str:

@@ -24,7 +24,7 @@ LLAMA = planned("llama-3-70b", "64xh100", 8192, Layout(dp=2, tp=8, pp=4, gas=16,
 MIXTRAL = planned("mixtral-8x7b", "64xh100", 4096, Layout(dp=64, ep=8, zero=1, gas=4))
 
 
-def test_every_row_of_the_cheat_sheet_is_there() -> None:
+def test_the_cheatsheet_has_every_row() -> None:
     names = ["Data parallelism", "DP + ZeRO-1", "DP + ZeRO-2", "DP + ZeRO-3", "Tensor parallelism"]
     names += ["Pipeline parallelism", "Context parallelism"]
     assert [row.name for row in strategies(LLAMA)] == names
@@ -33,7 +33,7 @@ def test_every_row_of_the_cheat_sheet_is_there() -> None:
         assert all((row.degree, row.batch, row.memory, row.compute, row.communication, row.verdict))
 
 
-def test_techniques_that_are_off_say_so() -> None:
+def test_techniques_not_in_use_are_marked() -> None:
     verdicts = {row.name: row.verdict for row in strategies(MIXTRAL)}
     for name in ("Tensor parallelism", "Pipeline parallelism", "Context parallelism"):
         assert verdicts[name] == "not used"
@@ -47,17 +47,17 @@ def test_the_tensor_ratio_of_llama_70b() -> None:
     assert rate == pytest.approx(410e9, rel=0.02)
 
 
-def test_a_moe_layer_computes_with_its_chosen_experts_only() -> None:
+def test_tensor_ratio_of_moe_counts_active_experts_only() -> None:
     """Mixtral with tp 8: attention 41,943,040, router 32,768 and two of eight experts, 2·176,160,768: not all eight."""
     plan = planned("mixtral-8x7b", "64xh100", 4096, Layout(dp=8, tp=8, ep=8, zero=1, gas=4))
     ratio = next(row.overlap for row in strategies(plan) if row.name == "Tensor parallelism")
-    met = 41_943_040 + 32_768 + 2 * 176_160_768
-    rate = 2 * 4096 * 7 * plan.job.peak_flops / (met * ratio.corrected)
+    active_parameters = 41_943_040 + 32_768 + 2 * 176_160_768
+    rate = 2 * 4096 * 7 * plan.job.peak_flops / (active_parameters * ratio.corrected)
     assert rate == pytest.approx(410e9, rel=0.02)
 
 
-def test_gradients_of_all_experts_meet_the_tokens_of_the_chosen_ones() -> None:
-    """Mixtral with plain data parallelism: 46.70e9 parameters travel, 12.88e9 compute: 3.63 times a dense ratio."""
+def test_data_ratio_of_moe_counts_all_gradients_and_active_flops() -> None:
+    """Mixtral with plain data parallelism: 46.70e9 gradients, 12.88e9 active parameters: 3.63 times a dense ratio."""
     plan = planned("mixtral-8x7b", "8xh200", 4096, Layout(dp=8, gas=4))
     ratio = next(row.overlap for row in strategies(plan) if row.name == "Data parallelism")
     dense = 7 / 8 * plan.job.peak_flops / 4096

@@ -24,14 +24,14 @@ def job_of(name: str, seq: int, mbs: int, boost: float) -> Job:
 @pytest.mark.parametrize(
     ("work", "clock"), [(2 * FULL_WORK, 1.0), (FULL_WORK, 1.0), (FULL_WORK / 1.331, 1.1), (FULL_WORK / 1000, 1.25)]
 )
-def test_the_clock_goes_with_the_cube_root_of_the_work(work: float, clock: float) -> None:
+def test_clock_scales_with_the_cube_root_of_the_load(work: float, clock: float) -> None:
     machine = ClusterRates(job_of("llama-3.2-1b", 4096, 4, boost=1.25))
     flops = np.asarray([work * machine.attention_peak_flops * machine.sustained["bf16"]])
     assert machine.clock(flops, np.ones(1))[0] == pytest.approx(clock)
 
 
-def test_a_narrow_model_gains_and_a_wide_one_does_not() -> None:
-    """Products of 576 wide keep the matrix units a quarter busy, those of 3072 full."""
+def test_a_narrow_model_boosts_and_a_wide_one_does_not() -> None:
+    """Matmuls of 576 wide keep the matrix units a quarter busy, those of 3072 full."""
     for name, gains in (("smollm2-135m", True), ("llama-3.2-3b", False)):
         plain, light = (estimate(job_of(name, 4096, 2, boost), Layout(mbs=2)).time for boost in (1.0, 1.25))
         assert (light.matmul_s < plain.matmul_s) is gains
@@ -40,7 +40,7 @@ def test_a_narrow_model_gains_and_a_wide_one_does_not() -> None:
     assert light == plain
 
 
-def test_the_search_and_the_estimate_have_one_law() -> None:
+def test_search_and_estimate_agree() -> None:
     job, layout = job_of("smollm2-135m", 2048, 4, boost=1.25), Layout(mbs=4)
     cells = evaluate(job, LayoutColumns.of([layout]), [("1f1b", 1)], ClusterRates(job), 2.0**40)
     assert cells.step_s[0, 0] == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
@@ -67,7 +67,7 @@ def machine_of(job: Job) -> ClusterRates:
     return ClusterRates(job.changed(cluster=Cluster.load("1xh200")))
 
 
-def test_products_are_joined_in_fused_blocks_alone() -> None:
+def test_only_fused_blocks_join_qkv_matmuls() -> None:
     """Recomputed in full, the engine runs the plain model, where q, k and v are matmuls of their own: narrow, and slower."""
     job = job_of("smollm2-135m", 1024, 4, boost=1.0)
     rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])

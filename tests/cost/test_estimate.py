@@ -94,15 +94,15 @@ def test_expert_traffic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "collective", "bytes_each"),
+    ("variant", "collective", "bytes_each"),
     [
         # 8192 tokens a rank: k and v 2·2·1024 B/token; q and output 2·2·4096
         ("zigzag", "send_recv", 7 * 3 * 8192 * 4096),  # 7 blocks forward, and twice their bytes backward
         ("ulysses", "all_to_all", 2 * 7 / 8 * 8192 * (4096 + 16384)),
     ],
 )
-def test_context_traffic(exchange: str, collective: str, bytes_each: float) -> None:
-    layout = Layout(cp=8, context_parallel=exchange)
+def test_context_traffic(variant: str, collective: str, bytes_each: float) -> None:
+    layout = Layout(cp=8, context_parallel=variant)
     moved = traffic(estimate(make_job("llama-3-8b", "8xh200", 65536, layout), layout))["context", collective]
     assert moved.bytes == pytest.approx(32 * bytes_each)
 
@@ -137,7 +137,7 @@ def test_offload_time() -> None:
     assert estimate(of, layout).time.offload_s == pytest.approx(N8 / 8 * 6 / link + N8 / 4e9, rel=1e-6)
 
 
-def test_a_faster_product_shortens_matmul_alone() -> None:
+def test_a_faster_matmul_changes_only_matmul_time() -> None:
     layout = Layout(dp=8, zero=1)
     slow = estimate(make_job("llama-3-8b", with_constants(8, matmul=0.5), 8192, layout), layout).time
     fast = estimate(make_job("llama-3-8b", with_constants(8, matmul=1.0), 8192, layout), layout).time
@@ -146,7 +146,7 @@ def test_a_faster_product_shortens_matmul_alone() -> None:
     assert slow.memory_bound_s == fast.memory_bound_s
 
 
-def test_products_take_longer_than_at_peak_and_less_than_at_half() -> None:
+def test_matmul_time_is_between_peak_and_half_of_it() -> None:
     """6·(N − embedding) · 8192 FLOPs = 3.69e14 in 0.373 s at peak: training's shapes reach 60 to 95 % of it on an H100."""
     layout = Layout(dp=8, zero=1)
     time = estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout).time
@@ -163,7 +163,7 @@ def test_full_recomputation_repeats_the_forward() -> None:
     assert estimate(make_job("llama-3-8b", "8xh100", 8192, layout), layout.changed(recompute="none")).time.recompute_s == 0
 
 
-def test_checkpointing_leaves_the_last_product_out() -> None:
+def test_checkpointing_does_not_repeat_the_last_matmul() -> None:
     """torch.utils.checkpoint stops before a layer's last matmul, which selective recomputation repeats as little as others."""
 
     def again(schedule: str, recompute: str, stops: bool) -> float:
@@ -240,7 +240,7 @@ def test_naive_hooks_and_buckets() -> None:
     assert waits[2] == pytest.approx(moved.time_s)
 
 
-def test_a_dense_model_waits_for_no_experts() -> None:
+def test_a_dense_model_has_no_expert_gathers() -> None:
     """ZeRO-3 on 512 ranks: one gather a layer and pass, not a second one of no bytes and 63 hops between nodes.
 
     Where latency rules (1 ms a hop) a gather or scatter takes 63 ms; 32 layers, embedding and head gather twice, scatter once.

@@ -43,7 +43,7 @@ def each_its_own(values: list[float]) -> list[PredictionError]:
     return [PredictionError(value, str(number)) for number, value in enumerate(values)]
 
 
-def test_a_source_has_one_vote_however_many_runs_it_has() -> None:
+def test_sources_have_equal_weight_whatever_their_number_of_runs() -> None:
     many = [PredictionError(0.0, "many") for _ in range(100)]
     others = [PredictionError(log, f"one of {log}") for log in (-0.3, -0.2, 0.2, 0.3)]
     assert quantile([*many, *others], 0.90) == pytest.approx(0.3)
@@ -68,7 +68,7 @@ def test_a_quantile_lies_within_the_values(values: list[float], share: float) ->
         ("llama-3-8b", "8xmi300x", "torchtitan", Layout(dp=8, zero=3, gas=4)),
     ],
 )
-def test_an_estimate_lies_in_its_own_range_and_says_which_runs_made_it(
+def test_an_estimate_lies_in_its_range_and_names_its_reference_runs(
     model: str, cluster: str, framework: str, layout: Layout
 ) -> None:
     where = Cluster.load(cluster)
@@ -133,7 +133,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def test_the_circle_is_the_same_engine_on_the_same_chip_where_there_are_enough(runs: Any) -> None:
+def test_reference_runs_are_of_the_same_engine_and_chip_where_enough(runs: Any) -> None:
     runs(rows(ENOUGH), rows(30, framework="nanotron"), rows(30, architecture="ampere"))
     logs, words = similar(JOB)
     assert len(logs) == ENOUGH
@@ -141,35 +141,35 @@ def test_the_circle_is_the_same_engine_on_the_same_chip_where_there_are_enough(r
 
 
 @pytest.mark.parametrize(("count", "sources"), [(ENOUGH - 1, 2), (ENOUGH, 1)], ids=["too few runs", "one source"])
-def test_the_circle_widens_to_other_engines_on_the_chip(runs: Any, count: int, sources: int) -> None:
+def test_reference_runs_extend_to_other_engines_on_the_chip(runs: Any, count: int, sources: int) -> None:
     runs(rows(count, sources), rows(30, framework="nanotron"), rows(30, architecture="ampere"), rows(30, experts=True))
     logs, words = similar(JOB)
     assert len(logs) == count + 30
     assert words.endswith(": dense models on hopper")
 
 
-def test_the_circle_widens_to_other_chips(runs: Any) -> None:
+def test_reference_runs_extend_to_other_chips(runs: Any) -> None:
     runs(rows(ENOUGH - 1), rows(30, architecture="ampere"), rows(30, experts=True))
     logs, words = similar(JOB)
     assert len(logs) == ENOUGH - 1 + 30
     assert words.endswith(": dense models")
 
 
-def test_the_circle_widens_to_everything_last(runs: Any) -> None:
+def test_reference_runs_extend_to_all_runs_last(runs: Any) -> None:
     runs(rows(ENOUGH - 1), rows(30, experts=True))
     logs, words = similar(JOB)
     assert len(logs) == ENOUGH - 1 + 30
     assert words.endswith(": all models")
 
 
-def test_models_with_experts_look_at_models_with_experts(runs: Any) -> None:
+def test_moe_models_use_runs_of_moe_models(runs: Any) -> None:
     runs(rows(40, framework="megatron-core"), rows(20, experts=True, framework="megatron-core", architecture="ampere"))
     logs, words = similar(make_job("qwen3-30b-a3b", "32xh100", 4096, 128, "ultrascale"))
     assert len(logs) == 20
     assert words.endswith(": models with experts")
 
 
-def test_a_source_left_out_gives_none_of_its_runs(runs: Any) -> None:
+def test_an_excluded_source_contributes_no_runs(runs: Any) -> None:
     runs(rows(ENOUGH), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
     odd = {PredictionError(9.0, "odd/one"), PredictionError(-9.0, "odd/one")}
     assert odd <= set(similar(JOB)[0])
@@ -178,7 +178,7 @@ def test_a_source_left_out_gives_none_of_its_runs(runs: Any) -> None:
     assert math.exp(0.0) <= low < high <= math.exp(ENOUGH / 100)
 
 
-def test_runs_predicted_too_fast_put_the_truth_above(runs: Any) -> None:
+def test_optimistic_predictions_shift_the_range_up(runs: Any) -> None:
     """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
     runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(ENOUGH + 1)])
     low, high, _ = time_range(JOB, 1.0)
@@ -186,7 +186,7 @@ def test_runs_predicted_too_fast_put_the_truth_above(runs: Any) -> None:
     assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.6, rel=1e-6)
 
 
-def test_the_odds_of_fitting_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_probability_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three runs, one used a quarter more than predicted; 70 GiB would then be 87.5: (2 + 1) / (3 + 2)."""
     memory = [{"id": str(x), "source": "a/a", "log": math.log(x)} for x in (0.95, 1.0, 1.25)]
     monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(ENOUGH), "memory": memory})

@@ -40,7 +40,7 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
 
 
-def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
+def test_micro_batch_overlap_keeps_a_second_layer_live() -> None:
     row = LayoutColumns.of([Layout(dp=16, ep=16)])
     alone, beside = (
         peak_parts(of, row, stages.share_of(of, row, np.zeros(1, dtype=np.int64)))
@@ -60,7 +60,7 @@ def test_an_exchange_behind_another_micro_batch_has_its_layer_beside() -> None:
         ("node-wise", 8, 2),
     ],
 )
-def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: str, ep: int, passes: int) -> None:
+def test_tokens_sorted_by_rank_are_permuted_again_in_both_passes(dispatch: str, ep: int, passes: int) -> None:
     of = megatron_job(dispatch=dispatch)
     columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep)])
     routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
@@ -69,7 +69,7 @@ def test_tokens_are_moved_once_more_each_way_where_they_come_by_rank(dispatch: s
     assert operators.permuted_bytes(of, columns, moe=False)[0] == 0
 
 
-def test_selective_recomputation_moves_no_token_again() -> None:
+def test_selective_recomputation_repeats_no_dispatch() -> None:
     of, layout = megatron_job(), Layout(dp=16, ep=16, recompute="selective")
     machine = ClusterRates(of)
     row = LayoutColumns.of([layout])
@@ -80,12 +80,12 @@ def test_selective_recomputation_moves_no_token_again() -> None:
     assert again[0] < operators.layer(of, row, machine, moe=True).memory_bound.forward[0]
 
 
-def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products() -> None:
+def test_latent_recomputation_frees_qkv_and_repeats_two_matmuls() -> None:
     row = LayoutColumns.of([Layout(dp=8, ep=8, recompute="selective")])
     cheap, latents = megatron_job("deepseek-v3"), megatron_job("deepseek-v3", selective="latents")
     one, other = (activations.layer(of, row, moe=True) for of in (cheap, latents))
-    gone = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
-    assert gone == {"qkv input", "mlp input", "expert activation"}
+    smaller = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
+    assert smaller == {"qkv input", "mlp input", "expert activation"}
     assert other.kept["q, k, v"][0] == 0
     machine = ClusterRates(latents)
     piece = component_times(Workload(latents, row, machine)).moe
@@ -95,13 +95,13 @@ def test_latents_alone_give_back_queries_keys_and_values_and_repeat_two_products
     assert piece.recompute.input_grad == pytest.approx(operators.matmul_passes(machine, up).forward)
 
 
-def test_biases_of_experts_are_added_apart_where_there_are_any() -> None:
+def test_expert_biases_are_separate_memory_bound_operators() -> None:
     """gpt-oss: 28 bytes of each routed output forward, 40 backward, at the bandwidth of memory-bound operators."""
     of = megatron_job("gpt-oss-120b")
-    apart, inside = (layer(one, dp=16, ep=8) for one in (of, megatron_job("gpt-oss-120b", transformer_engine=False)))
+    separate, inside = (layer(one, dp=16, ep=8) for one in (of, megatron_job("gpt-oss-120b", transformer_engine=False)))
     stream = ClusterRates(of).stream_bytes_s
     elements = SEQ * 4 * 1.1 * 2880
-    assert apart.memory_bound.forward - inside.memory_bound.forward == pytest.approx(28 * elements / stream)
-    assert apart.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)
+    assert separate.memory_bound.forward - inside.memory_bound.forward == pytest.approx(28 * elements / stream)
+    assert separate.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)
     without, with_ = (layer(megatron_job(transformer_engine=flag), dp=16, ep=8).total.total for flag in (False, True))
     assert without == with_

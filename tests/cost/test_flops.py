@@ -1,4 +1,4 @@
-"""FLOPs: the playbook's 6N, exact counts beside published ones, and how the conventions of MFU and HFU relate."""
+"""FLOPs and approximate parameters: the playbook's 6N, exact counts against published ones, conventions of MFU and HFU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_gpt3_by_korthikanti() -> None:
     assert flops.hardware_flops(model, 2048, "selective", "flash") == flops.model_flops(model, 2048)
 
 
-def test_moe_counts_chosen_experts_and_the_router() -> None:
+def test_moe_counts_active_experts_and_the_router() -> None:
     """Mixtral-8x7B per layer: attention 2·(2·4096² + 2·4096·1024), router 2·4096·8, two experts of 2·3·4096·14336."""
     model = Model.load("mixtral-8x7b")
     by_hand = 2 * (2 * 4096**2 + 2 * 4096 * 1024) + 2 * 4096 * 8 + 2 * 2 * 3 * 4096 * 14336
@@ -120,3 +120,25 @@ def test_hfu_over_mfu() -> None:
     assert full.mfu == pytest.approx(57_912_852_480 * full.tokens_per_s_per_gpu / (job.peak_flops))
     assert full.model_tflops_per_gpu == pytest.approx(full.mfu * job.peak_flops / 1e12)
     assert full.mfu / full.mfu_causal == pytest.approx(1.125, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "approximate", "exact"),
+    [
+        # 50257·1600 + 48·(12·1600² + 13·1600) + 2·1600 = 80,411,200 + 48·30,740,800 + 3,200; exact adds 1024·1600 positions
+        ("gpt2-xl", 1_555_972_800, 1_557_611_200),
+        # 50257·12288 + 96·(12·12288² + 13·12288) + 2·12288 = 617,558,016 + 96·1,812,099,072 + 24,576; + 2048·12288 positions
+        ("gpt3-175b", 174_579_093_504, 174_604_259_328),
+    ],
+)
+def test_approximate_parameters_omit_only_positions(name: str, approximate: int, exact: int) -> None:
+    model = Model.load(name)
+    assert flops.parameters_approximate(model.hidden, model.layers, model.vocab) == approximate
+    assert model.parameters == exact
+    assert exact - approximate == model.max_positions * model.hidden
+
+
+def test_approximate_parameters_are_wrong_for_gqa_with_gated_mlp() -> None:
+    """Llama-3-8B: 128256·4096 + 32·(12·4096² + 13·4096) + 8192 = 6.97e9, the truth 8,030,261,248: 13 % more."""
+    assert flops.parameters_approximate(4096, 32, 128256) == 6_969_499_648
+    assert Model.load("llama-3-8b").parameters == 8_030_261_248

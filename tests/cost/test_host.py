@@ -41,12 +41,12 @@ def host_job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_
 
 
 def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[float, float]:
-    asked = host_job(Model.load(model), Layout(), seq, constants)
-    passes = kernels.attention_passes(asked, LayoutColumns.of([Layout()]), ClusterRates(asked))
+    job = host_job(Model.load(model), Layout(), seq, constants)
+    passes = kernels.attention_passes(job, LayoutColumns.of([Layout()]), ClusterRates(job))
     return float(passes.forward[0]), float(passes.input_grad[0])
 
 
-def test_a_score_costs_its_softmax_and_its_products() -> None:
+def test_attention_score_time_is_softmax_plus_matmuls() -> None:
     # tiny: 8 heads of 8. 256 tokens see blocks of 512 keys, so all 256. Softmax at 0.5·10⁹ scores a second; two matmuls of 2·8
     # FLOPs at 0.8 of 10¹¹. Backward 2.6 times the softmax, and five matmuls at half of the peak.
     scores = 8 * 256 * 256
@@ -59,13 +59,13 @@ def test_a_score_costs_its_softmax_and_its_products() -> None:
     assert backward == pytest.approx(4 * scores * (2.6 / 0.5e9 + 10 * 32 / 0.5e11))
 
 
-def test_the_mask_saves_whole_blocks_of_keys_alone() -> None:
+def test_the_causal_mask_skips_only_whole_key_blocks() -> None:
     short, long = (attended("tiny", seq)[0] / seq**2 for seq in (1024, 2048))
     # Of 2,048 keys a token sees 1,024 in the mean and computes with half a block more: 1,280; of 1,024 it computes with 768.
     assert long / short == pytest.approx((1280 / 2048) / (768 / 1024))
 
 
-def test_short_rows_are_taken_by_few_queries() -> None:
+def test_short_sequences_use_small_query_blocks() -> None:
     by_32, by_64, by_256 = (attended("tiny", seq)[0] / seq**2 for seq in (128, 512, 768))
     assert by_32 / by_64 == pytest.approx(1.4)
     assert by_256 / by_64 == pytest.approx(0.9 * (384 + 256) / 768)
@@ -76,8 +76,8 @@ def test_short_rows_are_taken_by_few_queries() -> None:
 )
 def test_operators_add_up(recompute: str, forward: int, backward: int) -> None:
     layout = Layout(recompute=recompute)
-    asked = host_job(Model.load("tiny"), layout, 128)
-    launched = operators.layer(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False).launch
+    job = host_job(Model.load("tiny"), layout, 128)
+    launched = operators.layer(job, LayoutColumns.of([layout]), ClusterRates(job), moe=False).launch
     assert float(launched.forward[0]) == pytest.approx(4e-6 * forward)
     assert float(launched.input_grad[0]) == pytest.approx(4e-6 * backward)
 
@@ -90,33 +90,33 @@ def test_ends_and_optimizer_have_operators_too() -> None:
     assert one.launch_s == pytest.approx(4e-6 * (8 * 530 + 200))
     assert two.launch_s == pytest.approx(2 * one.launch_s)
     # Seven matmuls and two norms a layer, ten operators each; beside them AdamW's passes, which are bytes.
-    asked = host_job(Model.load("tiny"), Layout(), 128, ON_HOST.model_copy(update={"kernel_launch_s": 0.0}))
-    assert one.optimizer_s - estimate(asked, Layout()).time.optimizer_s == pytest.approx(4e-6 * 10 * 9 * 8)
+    job = host_job(Model.load("tiny"), Layout(), 128, ON_HOST.model_copy(update={"kernel_launch_s": 0.0}))
+    assert one.optimizer_s - estimate(job, Layout()).time.optimizer_s == pytest.approx(4e-6 * 10 * 9 * 8)
 
 
-def test_products_read_and_write_their_operands() -> None:
-    asked = host_job(Model.load("mini"), Layout(), 128)
+def test_matmuls_read_and_write_their_operands() -> None:
+    job = host_job(Model.load("mini"), Layout(), 128)
     m, n, k = (np.asarray([size]) for size in (128.0, 768.0, 256.0))
     expected = 2 * 128 * 768 * 256 / PEAK + 4 * (128 * 256 + 256 * 768 + 128 * 768) / BANDWIDTH
-    assert float(ClusterRates(asked).matmul_s(m, n, k)[0]) == pytest.approx(expected)
+    assert float(ClusterRates(job).matmul_s(m, n, k)[0]) == pytest.approx(expected)
 
 
-def test_passes_between_products_by_hand() -> None:
+def test_elementwise_passes_by_hand() -> None:
     layout = Layout(mbs=2)
-    asked = host_job(Model.load("mini"), layout, 64)
-    passes = host.cpu_elementwise(asked, LayoutColumns.of([layout]), ClusterRates(asked), moe=False)
+    job = host_job(Model.load("mini"), layout, 64)
+    passes = host.cpu_elementwise(job, LayoutColumns.of([layout]), ClusterRates(job), moe=False)
     # mini: hidden and queries 256 wide, keys 128, gates 768. Forward 2·7 + 6 of hidden, 10 + 2 of queries and keys, 5 of gates.
     assert float(passes.forward[0]) == pytest.approx(128 * 4 * (20 * 256 + 12 * 384 + 5 * 768) / BANDWIDTH)
     assert float(passes.input_grad[0]) == pytest.approx(128 * 4 * (53 * 256 + 14 * 384 + 11 * 768) / BANDWIDTH)
 
 
-def test_gloo_scatters_what_it_has_summed_for_all() -> None:
+def test_gloo_reduce_scatter_is_an_all_reduce() -> None:
     layout = Layout(tp=2)
     columns = LayoutColumns.of([layout])
 
     def seconds(op: Op, constants: Efficiency) -> float:
-        asked = host_job(Model.load("tiny"), layout, 128, constants)
-        machine = ClusterRates(asked)
+        job = host_job(Model.load("tiny"), layout, 128, constants)
+        machine = ClusterRates(job)
         return float(machine.collective_s(op, np.asarray([2.0**20]), mesh(columns, machine.cluster).tensor)[0])
 
     elsewhere = ON_HOST.model_copy(update={"synchronous": False})
@@ -124,7 +124,7 @@ def test_gloo_scatters_what_it_has_summed_for_all() -> None:
     assert seconds("reduce_scatter", elsewhere) < seconds("all_reduce", elsewhere)
 
 
-def test_a_gpu_takes_no_notice() -> None:
+def test_gpu_estimates_ignore_host_constants() -> None:
     layout = Layout(dp=8)
     other = {"softmax_gscores_s": 1e-3}
     jobs = [

@@ -41,7 +41,7 @@ def starts(job: Job, layout: Layout) -> tuple[float, float]:
     return float(layout.gas * (forward + backward)[0]), float(optimizer[0])
 
 
-def test_a_step_that_the_host_sets_takes_its_time() -> None:
+def test_a_host_bound_step_takes_the_launch_time() -> None:
     """16 layers of 14 + 29 launches, 40 for both ends, and for each of nine weights a layer half a launch for step and norm."""
     assert launches(job_of(), Layout()) == pytest.approx(16 * 43 + 40 + 16 * 9 * 0.5 * 2)
     assert launches(job_of(), Layout(recompute="full")) == pytest.approx(16 * (43 + 11) + 40 + 16 * 9)
@@ -57,7 +57,7 @@ def test_biases_are_weights_with_two_sums_in_backward() -> None:
     assert launches(job_of("qwen2.5-0.5b"), Layout()) == pytest.approx(24 * (43 + 2 * 3) + 40 + 24 * (9 + 3))
 
 
-def test_a_step_that_the_gpu_sets_hides_the_hosts_work() -> None:
+def test_a_gpu_bound_step_hides_launch_overhead() -> None:
     fast, slower = (job_of(kernel_launch_s=1e-6, step_overhead_s=overhead) for overhead in (0.0, 0.005))
     layout = Layout(mbs=4)
     found = estimate(slower.changed(batch_tokens=4 * 4096), layout)
@@ -66,7 +66,7 @@ def test_a_step_that_the_gpu_sets_hides_the_hosts_work() -> None:
     assert found.step_time_s == estimate(fast.changed(batch_tokens=4 * 4096), layout).step_time_s
 
 
-def test_nobody_is_ahead_at_the_optimizer() -> None:
+def test_the_optimizer_starts_with_an_empty_launch_queue() -> None:
     """The norm was read: a launch for each weight and the host's own work come before anything else can run."""
     job = job_of(kernel_launch_s=1e-4).changed(batch_tokens=8 * 4096)
     time = estimate(job, Layout(mbs=8)).time
@@ -74,7 +74,7 @@ def test_nobody_is_ahead_at_the_optimizer() -> None:
     assert waits == pytest.approx(1e-4 * 0.5 * 16 * 9 + OVERHEAD_S - time.optimizer_s)
 
 
-def test_kernels_that_stream_take_time_to_start() -> None:
+def test_memory_bound_kernels_have_a_startup_time() -> None:
     """Fused layers have 4 + 11 of them, compiled ones 6 + 12 and 4 in a forward once more; two for each of nine weights."""
     each = QUEUE.start_s * 16
     assert starts(job_of(), Layout()) == pytest.approx((each * 15, each * 2 * 9))
@@ -82,7 +82,7 @@ def test_kernels_that_stream_take_time_to_start() -> None:
     assert starts(job_of(), Layout(gas=3)) == pytest.approx((each * 3 * (15 + 9), each * 2 * 9))  # sums of micro-batches
 
 
-def test_a_step_in_a_cuda_graph_waits_for_its_launch_alone() -> None:
+def test_a_cuda_graph_step_waits_for_one_launch() -> None:
     job, layout = job_of(graphs=True), Layout()
     time = estimate(job, layout).time
     assert time.launch_s == pytest.approx(QUEUE.between_graphs_s + starts(job, layout)[0])
@@ -100,7 +100,7 @@ def test_a_step_in_a_cuda_graph_waits_for_its_launch_alone() -> None:
     ],
     ids=["the GPU sets it", "fp16", "offload", "eight GPUs"],
 )
-def test_what_has_no_cuda_graph_waits_as_before(job: Job, layout: Layout) -> None:
+def test_steps_without_a_cuda_graph_are_unchanged(job: Job, layout: Layout) -> None:
     plain = job.changed(framework=job.framework.model_copy(update={"cuda_graphs": False}))
     assert estimate(job, layout).time == estimate(plain, layout).time
 
@@ -115,20 +115,20 @@ def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> fl
     return float(host.idle_s(job, columns, ClusterRates(job), share, layers, head, weights, zero)[0])
 
 
-def test_a_long_head_pays_for_short_backward_kernels_but_not_for_forward() -> None:
+def test_a_long_head_hides_backward_launches_and_not_forward_ones() -> None:
     assert idle(0.2, 0.4, 0.0) == pytest.approx(0.688 + 0.04 + 0.072 - 0.6)
     assert idle(0.2, 0.4, 0.1) == pytest.approx(0.1)
     assert idle(0.2, 0.4, 0.5) == pytest.approx(0.02 + 0.224 - 0.2)  # forward comes first: nothing has been gained yet
 
 
-def test_micro_batches_share_the_queue() -> None:
+def test_micro_batches_share_the_launch_queue() -> None:
     """Forward waits once where the host is faster on the whole, and every time where it is slower."""
     assert idle(0.2, 0.4, 0.5, gas=4) == pytest.approx(0.044)
     assert idle(0.2, 0.4, 0.0, gas=4) == pytest.approx(4 * (0.688 + 0.04 + 0.072 - 0.6) + 0.072)
 
 
 @pytest.mark.parametrize("each_s", [1e-6, 4e-5, 5e-4])
-def test_the_search_and_the_estimate_have_one_law(each_s: float) -> None:
+def test_search_and_estimate_agree(each_s: float) -> None:
     job = job_of(gas=2, kernel_launch_s=each_s)
     layouts = [Layout(gas=2), Layout(gas=2, recompute="full")]
     cells = evaluate(job, LayoutColumns.of(layouts), [("1f1b", 1)], ClusterRates(job), 2.0**40)
@@ -136,7 +136,7 @@ def test_the_search_and_the_estimate_have_one_law(each_s: float) -> None:
         assert step_s == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
 
 
-def test_the_simulated_step_waits_as_long() -> None:
+def test_the_simulated_step_has_the_same_launch_overhead() -> None:
     job = job_of(gas=2)
     time = estimate(job, Layout(gas=2)).time
     assert simulated(job, Layout(gas=2)).makespan_s == pytest.approx(time.total - time.optimizer_s)
@@ -151,12 +151,12 @@ def test_the_simulated_step_waits_as_long() -> None:
     ],
     ids=["experts", "pipeline", "another engine"],
 )
-def test_layers_wait_by_themselves_where_something_synchronises(job: Job, layout: Layout) -> None:
+def test_synchronization_makes_each_layer_host_bound(job: Job, layout: Layout) -> None:
     assert not host.one_queue(job, LayoutColumns.of([layout]), ClusterRates(job))
     assert estimate(job, layout).time.overhead_s == OVERHEAD_S
 
 
-def test_where_layers_wait_by_themselves_the_optimizer_does_too() -> None:
+def test_synchronization_makes_the_optimizer_host_bound() -> None:
     """AdamW launches a kernel for each of nine weights in 48 layers of experts: half a launch each."""
     job = job_of("qwen3-30b-a3b", kernel_launch_s=1e-3)
     weights = float(host.weights_launch_s(job.model, ClusterRates(job), np.asarray([48]))[0])

@@ -133,7 +133,7 @@ def test_coefficients_are_physical(gpu: str, dtype: str) -> None:
     assert 1e-6 < c.launch_s < 1e-5
 
 
-def test_among_others_every_product_has_the_clock_of_a_long_one() -> None:
+def test_within_a_step_every_matmul_has_the_throttled_clock() -> None:
     """Throttle 0.5 with half of it after STEADY_S: alone 1 + 0.5·t/(t + STEADY_S) of t, among others 1.25 of any t."""
     surface = replace(load_surface("h100", "bf16"), coefficients=replace(PLAIN, throttle=0.5, throttle_s=STEADY_S))
     hardware = {"peak_tflops": 1.0, "memory_bandwidth_gb_s": 1e6, "multiprocessors": 4}
@@ -160,7 +160,7 @@ def test_a_large_gemm_reaches_the_measured_share_of_the_peak() -> None:
     assert 0.65 < 2 * 8192**3 / seconds / 989.4e12 < 0.80
 
 
-def test_a_relative_borrows_with_its_own_peak() -> None:
+def test_a_borrowed_surface_scales_with_the_gpus_own_peak() -> None:
     """A V100 (125 TFLOP/s, 900 GB/s, 80 multiprocessors) on A100's surface: a large matmul scales with the peak."""
     surface = load_surface("a100", "bf16")
     ratio = gemm_time_s(surface, 8192, 8192, 8192, peak_tflops=125, memory_bandwidth_gb_s=900, multiprocessors=80) / own_time_s(

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_sentence_names_field_value_and_a_way_out(name: str) -> None:
+def test_errors_name_field_value_and_a_fix(name: str) -> None:
     rule, of, layout, field, given, changes = CASES[name]
     assert rule in broken(of, layout)
     sentence = RULES[rule].sentence(of, layout)
@@ -136,7 +136,7 @@ def test_every_rule_is_broken_by_some_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_check_raises_the_first_broken_rules_sentence(name: str) -> None:
+def test_check_raises_the_message_of_the_first_broken_rule(name: str) -> None:
     _, of, layout, *_ = CASES[name]
     with pytest.raises(SpecError) as error:
         check(of, layout)

@@ -69,7 +69,7 @@ def test_ring_across_domains_uses_every_nic() -> None:
     assert half == pytest.approx(15 / 200 + 12 * 1e-6 + 3 * 5e-6)
 
 
-def test_tree_wins_small_messages_and_ring_large_ones() -> None:
+def test_tree_is_faster_for_small_messages_and_ring_for_large_ones() -> None:
     """512 ranks in 64 domains: the tree's latency is 2·(7 + 6·5) = 74 µs, the ring's 2·(448 + 63·5) = 1526 µs."""
     place = {"per_node": 8, "intra": NVLINK, "inter": NIC}
     assert tree_all_reduce_time_s(0.0, 512, **place) == pytest.approx(74e-6)
@@ -123,7 +123,7 @@ def test_time_is_never_negative_and_grows_with_bytes(op: Op, gpu: str, size: flo
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_leaving_the_domain_is_never_faster(op: Op) -> None:
+def test_crossing_domains_is_never_faster(op: Op) -> None:
     intra = load_fabric("h100").link(op)
     sizes = 2.0 ** np.arange(10, 34)
     inside = collective_time_s(op, sizes, 8, per_node=8, intra=intra, inter=NIC)
@@ -168,7 +168,7 @@ def test_only_the_switch_lets_an_all_reduce_pass_the_ring() -> None:
     assert load_fabric("a100").ops["all_reduce"].switch_gain == 1.0
 
 
-def test_a_relative_keeps_the_fraction_of_its_own_nvlink() -> None:
+def test_a_related_gpu_keeps_the_fraction_of_its_own_nvlink() -> None:
     """H800: H100 with 200 GB/s of NVLink per direction."""
     h100, h800 = load_fabric("h100").link("all_gather"), load_fabric("h100").link("all_gather", nvlink_gb_s=200)
     assert h800.bandwidth_gb_s == pytest.approx(h100.bandwidth_gb_s * 200 / 450)

@@ -1,4 +1,4 @@
-"""What our own engine's step end costs on a GPU: bytes of its AdamW, gradients left as made."""
+"""What our own engine's step end costs on a GPU: bytes of its AdamW, gradients that are not accumulated."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_bytes_of_a_step_by_hand() -> None:
     assert optimizer_bytes(1, "torchtitan") == pytest.approx(2 * 4 + 8 + 16 + 2)
 
 
-def test_one_micro_batch_alone_adds_its_gradients_to_nothing() -> None:
+def test_a_single_micro_batch_has_no_gradient_accumulation() -> None:
     job, elements = job_of(), np.asarray([1e9])
     machine = ClusterRates(job)
     assert accumulate_s(job, LayoutColumns.of([Layout()]), machine, elements)[0] == 0
     assert accumulate_s(job, LayoutColumns.of([Layout(gas=2)]), machine, elements)[0] == machine.stream_s(1e10)
 
 
-def test_the_search_tells_one_micro_batch_from_two() -> None:
+def test_the_search_distinguishes_one_micro_batch_from_two() -> None:
     job = job_of(2)
     layouts = [Layout(gas=1), Layout(gas=2)]
     table = evaluate(job, LayoutColumns.of(layouts), [("1f1b", 1)], ClusterRates(job), 2.0**40)

@@ -1,4 +1,4 @@
-"""What must hold for every legal layout: nothing negative, sums that add up, and which way memory and time move."""
+"""What must hold for every legal layout: nothing negative, sums that add up, and the sign of changes in memory and time."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_every_number_is_a_number_and_they_add_up(case: tuple[Job, Layout]) -> N
         assert min(moved.bytes, moved.calls, moved.time_s, moved.exposed_s) >= 0
         assert math.isfinite(moved.bytes + moved.time_s + moved.exposed_s)
     assert all(item.bytes > 0 for item in predicted.activations)
-    held = predicted.memory[predicted.peak_stage].memory.activations
-    assert math.isclose(sum(item.bytes for item in predicted.activations), held, rel_tol=1e-6)
+    activations = predicted.memory[predicted.peak_stage].memory.activations
+    assert math.isclose(sum(item.bytes for item in predicted.activations), activations, rel_tol=1e-6)
 
 
 @bounded
@@ -101,7 +101,7 @@ def test_more_shards_never_need_more(case: tuple[Job, Layout]) -> None:
 
 @bounded
 @given(jobs_and_layouts())
-def test_more_recomputation_never_needs_more_memory_nor_less_time(case: tuple[Job, Layout]) -> None:
+def test_more_recomputation_never_needs_more_memory_or_less_time(case: tuple[Job, Layout]) -> None:
     job, layout = case
     none, selective, full = (estimate(job, layout.changed(recompute=policy)) for policy in ("none", "selective", "full"))
     assert full.peak_gib <= selective.peak_gib * (1 + ROUNDING)
@@ -159,7 +159,7 @@ def test_more_micro_batches_shrink_the_bubble(case: tuple[Job, Layout]) -> None:
 @bounded
 @given(jobs_and_layouts())
 def test_faster_hardware_never_makes_a_slower_step(case: tuple[Job, Layout]) -> None:
-    """No transfer hides behind work that already hides another: counted twice, slower work would make a faster step.
+    """No transfer overlaps with work that already hides another: counted twice, slower work would make a faster step.
 
     Not V-Half and V-Min: their steady state takes six times the longest pass. Faster GEMMs expose more of ZeRO's gathers, which
     are added to forward and input gradients alone, so that the longest pass may grow while the sum of all shrinks.

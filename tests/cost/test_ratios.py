@@ -52,7 +52,7 @@ def test_zero_3() -> None:
     ratio = cheatsheet.zero_3_ratio(8, TOKENS, PEAK, BW)
     assert ratio.corrected == pytest.approx(over(7 / 8 * 2 * LAYER, 2 * LAYER * TOKENS)) == pytest.approx(0.23475, abs=1e-4)
     assert ratio.printed == pytest.approx(0.93900, abs=1e-4)
-    # What the slip says: one byte a parameter, and DP − 1 whole layers.
+    # The misprint: one byte a parameter, and DP − 1 whole layers.
     assert ratio.printed == pytest.approx(over(7 * 1 * LAYER, 2 * LAYER * TOKENS))
 
 
@@ -66,7 +66,7 @@ def test_tensor() -> None:
     assert ratio.corrected == pytest.approx(0.57785, abs=1e-4)
     assert ratio.printed == pytest.approx(0.15650, abs=1e-4)
     assert cheatsheet.tensor_ratio(8, H, 12 * H**2, PEAK, BW).corrected == pytest.approx(4 * ratio.printed)
-    # What the slip says: one byte an element, against a whole layer.
+    # The misprint: one byte an element, against a whole layer.
     assert ratio.printed == pytest.approx(over(7 / 8 * TOKENS * H, 2 * 12 * H**2 * TOKENS / 8))
 
 
@@ -97,7 +97,7 @@ def test_context() -> None:
 
 
 def test_expert() -> None:
-    """Mixtral, ep 8: a routed token leaves and returns, 2·2·4096 bytes of which 7/8 travel, and meets 2·176,160,768 FLOPs.
+    """Mixtral, ep 8: a routed token leaves and returns, 2·2·4096 bytes of which 7/8 are sent, and needs 2·176,160,768 FLOPs.
 
     7/8 · 2 · 4096 · 2197.8 / 176,160,768 = 0.0894. Printed: 7 · 2197.8 / (12·8·4096) = 0.0391.
     """
@@ -105,7 +105,7 @@ def test_expert() -> None:
     ratio = cheatsheet.expert_ratio(8, 8, H, parameters, PEAK, BW)
     assert ratio.corrected == pytest.approx(over(7 / 8 * 2 * 2 * H, 2 * parameters)) == pytest.approx(0.08943, abs=1e-4)
     assert ratio.printed == pytest.approx(0.039124, abs=1e-5)
-    # What the slip says: one byte, one move, every token at all E/EP = 1 experts of a rank, 6h² each.
+    # The misprint: one byte, one move, every token at all E/EP = 1 experts of a rank, 6h² each.
     assert ratio.printed == pytest.approx(over(7 / 8 * TOKENS * H, 2 * 1 * 6 * H**2 * TOKENS))
 
 
@@ -149,7 +149,7 @@ def test_a_group_of_one_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_slip_is_named(name: str) -> None:
+def test_every_misprint_is_named(name: str) -> None:
     ratio = FORMS[name](PEAK, BW)
     assert ratio.slip.startswith("the printed")
     assert "peak_flops" in ratio.corrected_form

@@ -1,16 +1,20 @@
-"""Which layers a pipeline stage gets: dealt out as nanotron does, against the parameters that its sweep printed per rank."""
+"""Which layers a pipeline stage gets: balanced as our engine does, or split as nanotron does, against what it printed."""
 
 from __future__ import annotations
 
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.stages import nanotron_stage_split
+from ultrascale.cost.stages import chunk_layers, nanotron_stage_split, rank_shares, representative_ranks
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+
+
+def job_of(name: str) -> Job:
+    return Job(model=Model.load(name), cluster=Cluster.load("8xh100"), seq=1024, batch_tokens=2**20)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ def test_a_stage_closes_with_the_layer_that_reaches_its_share() -> None:
     assert nanotron_stage_split(8, 4, 0.0) == (2, 2, 2, 2)
 
 
-def test_a_heavy_head_leaves_every_later_stage_a_layer() -> None:
+def test_a_heavy_head_leaves_a_layer_for_every_stage() -> None:
     assert nanotron_stage_split(8, 4, 20.0) == (5, 1, 1, 1)
 
 
@@ -61,3 +65,38 @@ def test_an_engine_that_fills_stages_is_slower_than_one_that_balances_them() -> 
     assert predicted() == [17, 15]
     assert predicted(stage_split="nanotron") == [18, 14]
     assert times[1] > times[0]
+
+
+def test_ends_of_a_pipeline_have_fewer_layers() -> None:
+    """Llama-3.1-405B over 16 ranks comes out as Meta cut it: one layer less on the first and on the last stage.
+
+    Llama 3 paper, section 3.3.2. The head weighs 2·16384·128256 / (2·3.187e9) = 0.66 layers, so 7 + 0.66 is below 8.
+    """
+    assert chunk_layers(job_of("llama-3.1-405b"), 16, 1) == (7, *(8,) * 14, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("llama-3-8b", 128256 * 4096 / (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)),  # 2.41 layers
+        ("gpt2-xl", 50257 * 1600 / (12 * 1600**2)),  # 2.62
+    ],
+)
+@pytest.mark.parametrize(("ranks", "loops"), [(2, 1), (4, 3), (8, 2), (12, 1)])
+def test_the_layer_split_minimizes_the_slowest_chunk(name: str, head: float, ranks: int, loops: int) -> None:
+    """The slowest chunk, the head counted in layers, is the smallest that any split of whole layers can have."""
+    layers, chunks = Model.load(name).layers, ranks * loops
+    counts = chunk_layers(job_of(name), ranks, loops)
+    assert (sum(counts), len(counts), min(counts) >= 1) == (layers, chunks, True)
+    best = min(max(-(-(layers - last) // (chunks - 1)), last + head) for last in range(1, layers - chunks + 2))
+    assert max(*counts[:-1], counts[-1] + head) == pytest.approx(best)
+
+
+def test_representative_ranks_include_peak_and_slowest() -> None:
+    """DeepSeek-V3 over 32 ranks: the first rank with two MoE layers is rank 2, and it is included."""
+    shares = rank_shares(job_of("deepseek-v3"), 32, 1, False)
+    representatives = representative_ranks(shares)
+    assert 2 in representatives
+    assert shares[2][:2] == (0, 2)
+    assert {shares[rank] for rank in representatives} == set(shares)
+    assert len(representatives) < 12

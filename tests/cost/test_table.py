@@ -1,4 +1,4 @@
-"""The closed forms of the search against the simulated estimate, and what a table says about legality and capacity."""
+"""The closed forms of the search against the simulated estimate, and the legality and capacity of its cells."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_no_pipeline_is_exact_and_afab_nearly() -> None:
         assert max(map(abs, found)) < bound
 
 
-def test_uneven_moe_pipelines_find_their_peak() -> None:
+def test_the_peak_of_uneven_moe_pipelines_is_found() -> None:
     """61 layers of DeepSeek-V3 over 32 ranks: the peak is on rank 2, the first with two MoE layers, not beside the ends."""
     job = Job(model=Model.load("deepseek-v3"), cluster=Cluster.load("256xh100"), seq=4096, batch_tokens=4096 * 512)
     layout = Layout(pp=32, dp=8, ep=8, gas=64, recompute="full")
@@ -107,14 +107,14 @@ def small_job() -> Job:
 def test_cells_that_do_not_fit_have_no_time() -> None:
     job = small_job()
     capacity = job.cluster.gpu.memory_gib * GIB
-    seen = {"fits": 0, "over": 0, "illegal": 0}
+    counts = {"fits": 0, "over": 0, "illegal": 0}
     for group in cores(job, LayoutConstraints()):
         cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
         over = cells.peak_bytes > capacity
         assert np.array_equal(np.isfinite(cells.step_s), cells.legal & ~over)
         for name, mask in (("fits", cells.legal & ~over), ("over", cells.legal & over), ("illegal", ~cells.legal)):
-            seen[name] += int(mask.sum())
-    assert min(seen.values()) > 0
+            counts[name] += int(mask.sum())
+    assert min(counts.values()) > 0
 
 
 def test_the_table_agrees_with_legality_cell_by_cell() -> None:
@@ -128,7 +128,7 @@ def test_the_table_agrees_with_legality_cell_by_cell() -> None:
                 assert cells.legal[core, variant] == (problem(job, layout) is None)
 
 
-def test_blocks_do_not_show() -> None:
+def test_block_size_does_not_change_results() -> None:
     """A table larger than a block has the numbers of its rows alone."""
     job = small_job()
     group = next(iter(cores(job, LayoutConstraints())))
@@ -139,7 +139,7 @@ def test_blocks_do_not_show() -> None:
     assert np.array_equal(whole.peak_bytes[-50:], few.peak_bytes)
 
 
-def test_a_capacity_changes_nothing_of_what_fits() -> None:
+def test_a_capacity_does_not_change_layouts_that_fit() -> None:
     """Cores are dropped share by share: what fits has the peak and the time it has where nothing is dropped."""
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("64xh100"), seq=8192, batch_tokens=2**20)
     capacity, some = 30 * GIB, 0

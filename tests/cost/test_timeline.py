@@ -1,4 +1,4 @@
-"""Memory over a step: its highest moment is the estimate's peak, and the first step has no optimizer states before its end."""
+"""Memory over a step: its maximum is the estimate's peak, and the first step has no optimizer states before its end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GPT3 = Job(
 LLAMA = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 32)
 
 
-def peak_bytes(job: Job, moments: tuple[TimelinePoint, ...]) -> float:
-    """The highest moment with what the runtime adds: the context, and 4 % of what comes and goes."""
+def peak_bytes(job: Job, points: tuple[TimelinePoint, ...]) -> float:
+    """The maximum with what the runtime adds: the context, and 4 % of activations and buffers."""
     constants = job.cluster.efficiency
     slack = 1 + constants.allocator_slack
-    highest = max(m.static_bytes + slack * (m.activation_bytes + m.buffer_bytes) for m in moments)
+    highest = max(m.static_bytes + slack * (m.activation_bytes + m.buffer_bytes) for m in points)
     return highest + constants.context_gib * 2**30
 
 
@@ -39,7 +39,7 @@ def peak_bytes(job: Job, moments: tuple[TimelinePoint, ...]) -> float:
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 7])
-def test_the_highest_moment_is_the_estimates_peak(fields: dict[str, object], recompute: str, stage: int) -> None:
+def test_the_timeline_peak_is_the_estimates_peak(fields: dict[str, object], recompute: str, stage: int) -> None:
     layout = Layout(tp=8, pp=8, gas=32, recompute=recompute).changed(**fields)
     predicted = estimate(GPT3, layout).memory[stage]
     assert peak_bytes(GPT3, memory_timeline(GPT3, layout, stage)) == pytest.approx(predicted.memory.total, rel=0.02)
@@ -55,23 +55,23 @@ def test_the_v_shapes_without_recomputation(schedule: str, stage: int) -> None:
 
 def test_without_a_pipeline() -> None:
     layout = Layout(dp=8, zero=1, gas=4, recompute="full")
-    moments = memory_timeline(LLAMA, layout)
-    assert [moment.action for moment in moments] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3", "optimizer step"]
-    assert peak_bytes(LLAMA, moments) == pytest.approx(estimate(LLAMA, layout).memory[0].memory.total)
+    points = memory_timeline(LLAMA, layout)
+    assert [point.action for point in points] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3", "optimizer step"]
+    assert peak_bytes(LLAMA, points) == pytest.approx(estimate(LLAMA, layout).memory[0].memory.total)
 
 
-def test_activations_come_and_go() -> None:
-    """1F1B, first of 4 stages, 8 micro-batches: 1, 2, 3, 4 are held as it fills, and none is left at the end."""
+def test_activations_are_allocated_and_freed() -> None:
+    """1F1B, first of 4 stages, 8 micro-batches: 1, 2, 3, 4 are live in the warm-up, and none at the end."""
     job = LLAMA.changed(batch_tokens=8192 * 8)
-    moments = memory_timeline(job, Layout(dp=1, tp=2, pp=4, gas=8))
-    forwards = [moment.activation_bytes for moment in moments if moment.action.startswith("F")]
+    points = memory_timeline(job, Layout(dp=1, tp=2, pp=4, gas=8))
+    forwards = [point.activation_bytes for point in points if point.action.startswith("F")]
     assert forwards[:4] == pytest.approx([forwards[0] * n for n in (1, 2, 3, 4)])
     assert forwards[4:] == pytest.approx([forwards[0] * 4] * 4)
-    assert moments[-1].activation_bytes == 0
-    assert all(a.end_s <= b.start_s for a, b in pairwise(moments))
+    assert points[-1].activation_bytes == 0
+    assert all(a.end_s <= b.start_s for a, b in pairwise(points))
 
 
-def test_the_losses_of_afab_wait() -> None:
+def test_afab_keeps_all_losses() -> None:
     """Last stage, forward of micro-batch k: k + 1 stages' activations and as many saved logits."""
     job = LLAMA.changed(batch_tokens=8192 * 8)
     layout = Layout(tp=2, pp=4, gas=8, schedule="afab")
@@ -85,17 +85,17 @@ def test_the_losses_of_afab_wait() -> None:
 def test_the_first_step_has_no_optimizer_states_before_its_end() -> None:
     """8·N/8 bytes of AdamW appear with the optimizer step: 8,030,261,248 on each of 8 ranks."""
     layout = Layout(dp=8, zero=1, gas=4)
-    first, later = memory_timeline(LLAMA, layout, first_step=True), memory_timeline(LLAMA, layout)
-    for early, late in zip(first[:-1], later[:-1], strict=True):
+    first, steady = memory_timeline(LLAMA, layout, first_step=True), memory_timeline(LLAMA, layout)
+    for early, late in zip(first[:-1], steady[:-1], strict=True):
         assert late.static_bytes - early.static_bytes == 8_030_261_248
-    assert first[-1] == later[-1]
+    assert first[-1] == steady[-1]
     assert first[-1].action == "optimizer step"
     assert first[-1].static_bytes - first[0].static_bytes == 8_030_261_248
     predicted = estimate(LLAMA, layout)
     assert peak_bytes(LLAMA, first[:-1]) == pytest.approx(predicted.first_step_peak_gib * 2**30)
 
 
-def test_a_stage_that_is_not_there_is_refused() -> None:
+def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(SpecError, match="try 0 to 3"):
         memory_timeline(LLAMA, Layout(tp=2, pp=4, gas=32), stage=4)
 

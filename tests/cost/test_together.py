@@ -1,4 +1,4 @@
-"""Layouts asked about together: each gets the numbers that it gets alone."""
+"""Estimates of several layouts in one call: each equals the estimate of the layout alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def some(index: int, count: int) -> list[Layout]:
 
 
 @pytest.mark.parametrize("index", range(len(JOBS)))
-def test_together_as_alone(index: int) -> None:
+def test_batched_estimates_equal_single_ones(index: int) -> None:
     job, layouts = job_of(index), some(index, 8)
     assert len({layout.pp for layout in layouts}) > 1
     for layout, draft in zip(layouts, drafts(job, layouts), strict=True):

@@ -1,4 +1,4 @@
-"""What a rank of each pipeline stage sends: small exchanges too, ends and middles apart, our engine beside others."""
+"""What a rank of each pipeline stage sends: small collectives, first, middle and last stages, our engine and others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_small_sums_of_tensor_parallelism() -> None:
     """Llama-3-70B, tp 16 of 8 kv heads, 4 micro-batches of 8192 tokens; an all-reduce over n sends 2·(n − 1)/n of its buffer.
 
     The loss: a maximum and two sums of 4 bytes a token and micro-batch. fp32 gradients of 161 norms of 8192. Two ranks hold
-    each kv head: of 80 layers 2·8192·128 elements meet between them.
+    each kv head: of 80 layers 2·8192·128 elements are reduced between them.
     """
     found = sent("llama-3-70b", 8192, Layout(tp=16, gas=4))
     loss = 4 * 3 * 4 * 8192 * 2 * 15 / 16
@@ -48,7 +48,7 @@ def test_small_sums_of_tensor_parallelism() -> None:
     assert {one.group for one in found} == {16, 2}
 
 
-def test_without_slices_only_those_meet_that_saw_other_heads() -> None:
+def test_without_sequence_parallelism_only_head_norms_and_routers_are_reduced() -> None:
     """Qwen3-30B-A3B, tp 4: norms of queries and keys (2·128) and the router (128·2048) of 48 layers, 4 bytes each."""
     found = sent("qwen3-30b-a3b", 4096, Layout(tp=4, sequence_parallel=False))
     residual = 2 * 4096 * 2048
@@ -65,9 +65,9 @@ def test_experts_inputs_are_not_gathered_again() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "gathers", "scatters"), [("none", 0, 0), ("selective", 0, 0), ("full", 2, 1)])
-def test_what_checkpointing_exchanges_again(recompute: str, gathers: int, scatters: int) -> None:
-    """torch.utils.checkpoint enters both regions once more and leaves the first: it stops before the second is left. Products
-    that are kept are kept with their exchange.
+def test_collectives_repeated_by_checkpointing(recompute: str, gathers: int, scatters: int) -> None:
+    """torch.utils.checkpoint enters both regions once more and leaves the first: it stops before the second is left. Saved
+    matmuls are saved after their collective.
     """
     layout = Layout(tp=8, recompute=recompute)
     found = sent("llama-3-8b", 8192, layout, framework=EAGER)
@@ -75,7 +75,7 @@ def test_what_checkpointing_exchanges_again(recompute: str, gathers: int, scatte
     assert calls_of(found, "tensor", "reduce_scatter") == 32 * (4 + scatters) + 2
 
 
-def test_others_repeat_a_whole_forward_or_no_exchange() -> None:
+def test_other_engines_repeat_all_forward_collectives_or_none() -> None:
     for recompute, gathers, scatters in (("selective", 0, 0), ("full", 2, 2)):
         found = sent("llama-3-8b", 8192, Layout(tp=8, recompute=recompute))
         assert calls_of(found, "tensor", "all_gather") == 32 * (6 + gathers) + 3
@@ -95,15 +95,15 @@ def stages(layout: Layout) -> Iterator[list[Traffic]]:
         yield sent("llama-3.2-1b", 8192, layout, stage)
 
 
-def test_the_ends_of_a_pipeline_send_one_way() -> None:
-    """Llama-3.2-1B over 4 ranks, 8 micro-batches of 2·8192·2048 bytes; the tied matrix, 4·128256·2048, meets at the end."""
+def test_pipeline_ends_send_in_one_direction() -> None:
+    """Llama-3.2-1B over 4 ranks, 8 micro-batches of 2·8192·2048 bytes; the tied matrix, 4·128256·2048, is summed at the end."""
     found = list(stages(Layout(pp=4, gas=8)))
     hop = 2 * 8192 * 2048
     assert [bytes_of(one, "pipeline", "send_recv") / hop for one in found] == [8, 16, 16, 8]
     assert [bytes_of(one, "pipeline", "all_reduce") for one in found] == [4 * 128256 * 2048, 0, 0, 4 * 128256 * 2048]
 
 
-def test_a_v_turns_without_sending() -> None:
+def test_v_shaped_placement_turns_without_a_send() -> None:
     """8 chunks on 4 ranks: the last rank hands over from its first to its second, and the first rank has both ends."""
     found = list(stages(Layout(pp=4, gas=8, schedule="zb-v", virtual_stages=2)))
     assert [calls_of(one, "pipeline", "send_recv") for one in found] == [16, 32, 32, 16]
@@ -118,7 +118,7 @@ def test_each_stage_reduces_its_own_parameters() -> None:
     assert last == 4 * (15 * 218_112_000 + 128256 * 4096 + 4096)
 
 
-def test_cut_experts_get_all_tokens_from_every_tp_rank() -> None:
+def test_tp_sharded_experts_receive_tokens_of_every_tp_rank() -> None:
     """Mixtral, ep 2 beside tp 2: our ranks route all tokens each, Megatron's their slices; counts of 8 experts besides."""
     layout = Layout(tp=2, dp=2, ep=2)
     rows = 2 * 2 * 32 * 1 / 2 * 2 * 4096 * 2 * 1.1 * 4096
@@ -129,7 +129,7 @@ def test_cut_experts_get_all_tokens_from_every_tp_rank() -> None:
 
 
 @pytest.mark.parametrize(("stage", "together"), [(0, 0), (1, 1)])
-def test_what_a_split_backward_does_not_put_off_is_scattered_together(stage: int, together: int) -> None:
+def test_a_split_backward_reduces_undeferred_gradients_together(stage: int, together: int) -> None:
     """Llama-3-8B, pp 2, dp 2, zero-bubble, 4 micro-batches: two of the last stage are back before the first weights' turn, so
     that its norms and head are scattered once less than its matrices. Fp32, half of them leave.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made import json_lines, words
+from text_builders import json_lines, words
 from typer.testing import CliRunner
 
 from ultrascale.cli.data import app, progress_line
@@ -26,8 +26,8 @@ def called(*arguments: object) -> str:
 def test_tokenize_then_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     json_lines(tmp_path / "a.jsonl", ["one", "three"], field="body")
-    said = called("tokenize", "a.jsonl", "-o", "out", "--field", "body", "--workers", 1)
-    assert "out: 10 tokens (uint16) in 2 documents, vocabulary 256 (bytes). Train on it with train.data=out" in said
+    output = called("tokenize", "a.jsonl", "-o", "out", "--field", "body", "--workers", 1)
+    assert "out: 10 tokens (uint16) in 2 documents, vocabulary 256 (bytes). Train on it with train.data=out" in output
     rows = dict(line.split("  ", 1) for line in called("info", "out").splitlines())
     assert rows["tokens"].strip() == "10 (uint16)"
     assert rows["longest document"].strip() == "6 tokens"
@@ -37,22 +37,22 @@ def test_tokenize_then_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_json_for_machines(tmp_path: Path) -> None:
     source = json_lines(tmp_path / "a.jsonl", words(5))
-    made = json.loads(called("tokenize", source, "-o", tmp_path / "out", "--json"))
-    assert (made["documents"], made["vocab"], made["eod"]) == (5, 256, 0)
-    seen = json.loads(called("info", tmp_path / "out", "--json"))
-    assert (seen["tokens"], seen["facts"]["tokens"]) == (made["tokens"], made["tokens"])
+    tokenized = json.loads(called("tokenize", source, "-o", tmp_path / "out", "--json"))
+    assert (tokenized["documents"], tokenized["vocab"], tokenized["eod"]) == (5, 256, 0)
+    info = json.loads(called("info", tmp_path / "out", "--json"))
+    assert (info["tokens"], info["facts"]["tokens"]) == (tokenized["tokens"], tokenized["tokens"])
     np.array([1, 7, 3], dtype=np.uint16).tofile(tmp_path / "flat.bin")
     flat = json.loads(called("info", tmp_path / "flat.bin", "--json"))
     assert (flat["kind"], flat["vocab"], flat["largest_seen"], flat["facts"]) == ("flat", None, 7, None)
     assert "not stated; tokens up to 7 found" in called("info", tmp_path / "flat.bin")
 
 
-def test_mistakes_are_sentences(tmp_path: Path) -> None:
+def test_errors_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="does not exist"):
         called("info", tmp_path / "none")
 
 
-def test_a_line_of_progress() -> None:
+def test_progress_line() -> None:
     progress = TokenizeProgress(
         documents=1200, tokens=3_000_000, bytes=30_000_000, total_bytes=120_000_000, bytes_before=10_000_000,
         tokens_before=1_000_000, seconds=4.0,
@@ -61,7 +61,7 @@ def test_a_line_of_progress() -> None:
     assert progress_line(progress) == " 25.0%  1,200 documents, 5.0 MB/s, 500,000 tokens/s, 0:00:18 left"
 
 
-def test_the_verbs_wait_for_nothing_heavy() -> None:
+def test_data_commands_import_nothing_heavy() -> None:
     code = "import ultrascale.cli.data, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "torch", "tokenizers", "pyarrow", "yaml"} & set(loaded)

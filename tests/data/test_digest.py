@@ -32,20 +32,20 @@ def of(data: object, mask: bool = False, **fields: object) -> str:
 
 
 @pytest.mark.parametrize("place", [0, 1234, TOKENS - 1])
-def test_every_token_counts(file: Path, tmp_path: Path, place: int) -> None:
+def test_every_token_changes_the_digest(file: Path, tmp_path: Path, place: int) -> None:
     text = TEXT.copy()
     text[place] = (text[place] + 1) % VOCAB
     write_tokens(tmp_path / "b.bin", text, ENDS, VOCAB)
     assert of(tmp_path / "b.bin") != of(file)
 
 
-def test_document_ends_count_under_a_mask_alone(file: Path, tmp_path: Path) -> None:
+def test_document_ends_change_the_digest_only_under_a_document_mask(file: Path, tmp_path: Path) -> None:
     write_tokens(tmp_path / "b.bin", TEXT, np.array([11, 5_000, TOKENS]), VOCAB)
     assert of(tmp_path / "b.bin") == of(file)
     assert of(tmp_path / "b.bin", mask=True) != of(file, mask=True)
 
 
-def test_paths_seeds_and_the_scale_of_weights_do_not_count(file: Path, tmp_path: Path) -> None:
+def test_paths_seeds_and_weight_scale_do_not_change_the_digest(file: Path, tmp_path: Path) -> None:
     write_tokens(tmp_path / "b.bin", TEXT, ENDS, VOCAB)
     assert of(tmp_path / "b.bin", seed=3) == of(file)
     assert of(f"{file}:0.7,stdlib:0.3") == of(f"{tmp_path / 'b.bin'}:7,stdlib:3")
@@ -53,7 +53,7 @@ def test_paths_seeds_and_the_scale_of_weights_do_not_count(file: Path, tmp_path:
     assert len({of(file), of(f"{file}:0.7,stdlib:0.3"), of(f"{file}:0.6,stdlib:0.4"), of("stdlib"), of("synthetic")}) == 5
 
 
-def test_the_tokenizer_counts(tmp_path: Path) -> None:
+def test_the_tokenizer_changes_the_digest(tmp_path: Path) -> None:
     found = []
     for sha in ("a" * 64, "b" * 64):
         folder = tmp_path / sha[:1]
@@ -67,16 +67,16 @@ def test_the_tokenizer_counts(tmp_path: Path) -> None:
     assert found[0] != found[1]
 
 
-def test_pieces_on_several_threads_give_the_same_and_report_every_byte(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multithreaded_hashing_is_equal_and_reports_every_byte(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "PIECE_BYTES", 1000)
-    training, told = Training(data=str(file)), list[tuple[int, int]]()
-    alone = data_digest(training, VOCAB, report=lambda done, total: told.append((done, total)))
+    training, reports = Training(data=str(file)), list[tuple[int, int]]()
+    alone = data_digest(training, VOCAB, report=lambda done, total: reports.append((done, total)))
     assert data_digest(training, VOCAB, threads=4) == alone
-    assert told[-1] == (2 * TOKENS, 2 * TOKENS)
-    assert len(told) == 20
+    assert reports[-1] == (2 * TOKENS, 2 * TOKENS)
+    assert len(reports) == 20
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def count_hashes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     calls, hashed = 0, digest._piece_digest
 
     def count(piece: Any) -> bytes:
@@ -92,7 +92,7 @@ def test_a_large_set_is_hashed_once_by_a_run_until_its_file_changes(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digest, "CACHED_BYTES", 1)
-    calls, training = counted(monkeypatch), Training(data=str(file))
+    calls, training = count_hashes(monkeypatch), Training(data=str(file))
     first = data_digest(training, VOCAB, tmp_path)
     assert data_digest(training, VOCAB, tmp_path) == first
     assert calls() == 1
@@ -107,7 +107,7 @@ def test_a_large_set_is_hashed_once_by_a_run_until_its_file_changes(
 
 
 def test_a_small_set_is_hashed_each_time(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, training = counted(monkeypatch), Training(data=str(file))
+    calls, training = count_hashes(monkeypatch), Training(data=str(file))
     assert data_digest(training, VOCAB, tmp_path) == data_digest(training, VOCAB, tmp_path)
     assert calls() == 2
     assert not (tmp_path / digest.CACHE).exists()

@@ -19,21 +19,21 @@ def dealt(weights: list[str], samples: int) -> list[tuple[int, int]]:
 def test_seven_to_three_by_hand() -> None:
     pattern = MixturePattern([Fraction("0.7"), Fraction("0.3")])
     assert (pattern.length, pattern.counts) == (10, [7, 3])
-    # The middles of sevenths, 1/14, 3/14 …, among those of thirds, 1/6, 3/6, 5/6; where they meet, the first set goes first.
+    # The middles of sevenths, 1/14, 3/14 …, among those of thirds, 1/6, 3/6, 5/6; of equal ones, the first set goes first.
     assert [owner for owner, _ in dealt(["0.7", "0.3"], 10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
 
 
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=6), blocks=st.integers(1, 3))
-def test_every_block_holds_the_exact_proportions(weights: list[int], blocks: int) -> None:
+def test_every_block_has_exact_proportions(weights: list[int], blocks: int) -> None:
     pattern = MixturePattern([Fraction(weight) for weight in weights])
     assert [Fraction(count, pattern.length) for count in pattern.counts] == [Fraction(one, sum(weights)) for one in weights]
-    seen = [pattern.deal(sample) for sample in range(blocks * pattern.length)]
+    places = [pattern.deal(sample) for sample in range(blocks * pattern.length)]
     for owner, count in enumerate(pattern.counts):
-        assert [place for found, place in seen if found == owner] == list(range(blocks * count))
+        assert [place for found, place in places if found == owner] == list(range(blocks * count))
 
 
 @pytest.mark.parametrize("weights", [["0.7", "0.3"], ["1", "1", "1"], ["5", "0.25", "1e-2"], ["1", "0.999"]])
-def test_any_start_of_a_run_holds_each_share(weights: list[str]) -> None:
+def test_any_prefix_of_a_run_has_the_proportions(weights: list[str]) -> None:
     total, counts = sum(map(Fraction, weights)), [0] * len(weights)
     for sample, (owner, place) in enumerate(dealt(weights, 3000), 1):
         assert place == counts[owner]
@@ -42,7 +42,7 @@ def test_any_start_of_a_run_holds_each_share(weights: list[str]) -> None:
             assert abs(count - Fraction(weight) / total * sample) <= len(weights) / 2 + 0.5
 
 
-def test_weights_that_need_a_longer_pattern_are_rounded_and_none_is_left_out() -> None:
+def test_weights_are_rounded_to_the_pattern_and_none_becomes_zero() -> None:
     weights = [Fraction(1, 3**12), Fraction(2, 7**6), Fraction(1)]
     pattern = MixturePattern(weights)
     assert pattern.length == sum(pattern.counts) == LONGEST_PATTERN
@@ -50,7 +50,7 @@ def test_weights_that_need_a_longer_pattern_are_rounded_and_none_is_left_out() -
     assert abs(pattern.counts[2] / LONGEST_PATTERN - weights[2] / sum(weights)) < 2 / LONGEST_PATTERN
 
 
-def test_the_sets_of_a_mixture_have_orders_of_their_own() -> None:
+def test_datasets_of_a_mixture_are_shuffled_independently() -> None:
     first, second = (SampleOrder(100, seed_of(7, place)) for place in range(2))
     one, other = ([order.train(sample) for sample in range(98)] for order in (first, second))
     assert sorted(one) == sorted(other) == list(range(98))
@@ -59,6 +59,6 @@ def test_the_sets_of_a_mixture_have_orders_of_their_own() -> None:
     assert [first.evaluation(sample) for sample in range(3)] == [98, 99, 98]
 
 
-def test_a_set_that_is_only_evaluated_is_all_held_out() -> None:
+def test_an_evaluation_dataset_is_fully_held_out() -> None:
     order = SampleOrder(5, 0, held_out=1.0)
     assert [order.evaluation(sample) for sample in range(6)] == [0, 1, 2, 3, 4, 0]

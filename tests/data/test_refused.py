@@ -1,4 +1,4 @@
-"""Input that cannot be used: each is told in one sentence with the file and what would work, and nothing is left behind."""
+"""Unusable input: each has a one-sentence error with the file and what would work, and leaves no files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import json_lines, megatron, parquet, tokenizer
+from text_builders import json_lines, megatron, parquet, tokenizer
 
 from builders import write_tokens
 from ultrascale.data.corpora import check
@@ -53,13 +53,13 @@ def cut(path: Path, count: int) -> Path:
     return path
 
 
-def made_set(folder: Path, **changes: str) -> Path:
+def write_set(folder: Path, **changes: str) -> Path:
     """A tokenized folder, its data.json changed."""
     tokenize(json_lines(folder.with_suffix(".jsonl"), ["some text"] * 9), folder)
-    told = (folder / "data.json").read_text()
+    text = (folder / "data.json").read_text()
     for old, new in changes.items():
-        told = told.replace(old, new)
-    (folder / "data.json").write_text(told)
+        text = text.replace(old, new)
+    (folder / "data.json").write_text(text)
     return folder
 
 
@@ -121,20 +121,20 @@ READ: list[Case] = [
     ("no documents", lambda t: trains(ours(t / "a.bin", ends=())), r"its last document ends elsewhere"),
     ("no tokens", lambda t: trains(ours(t / "a.bin", tokens=(), ends=())), r"a.bin holds no tokens"),
     ("documents out of order", lambda t: info(ours(t / "a.bin", ends=(40, 30, 100))), r"number 2 ends before it begins"),
-    ("data.json not JSON", lambda t: trains(made_set(t / "s", **{"{": "("})), r"data.json is not JSON"),
+    ("data.json not JSON", lambda t: trains(write_set(t / "s", **{"{": "("})), r"data.json is not JSON"),
     (
         "data.json lacks a field",
-        lambda t: trains(made_set(t / "s", **{'"vocab"': '"vocabulary"'})),
+        lambda t: trains(write_set(t / "s", **{'"vocab"': '"vocabulary"'})),
         r"data.json.vocab is missing",
     ),
     (
         "data.json of another set",
-        lambda t: trains(made_set(t / "s", **{'"tokens": 90': '"tokens": 91'})),
+        lambda t: trains(write_set(t / "s", **{'"tokens": 90': '"tokens": 91'})),
         r"tells of 91 tokens",
     ),
     (
         "set without tokens",
-        lambda t: (made_set(t / "s") / "tokens.bin").unlink() or trains(t / "s"),
+        lambda t: (write_set(t / "s") / "tokens.bin").unlink() or trains(t / "s"),
         r"tokens.bin does not exist",
     ),
     ("index of another kind", lambda t: trains(megatron(t / "m", [[[1, 2]]], magic=b"TNTIDX\0\0\0")), r"no index of Megatron"),
@@ -286,7 +286,7 @@ MAKE: list[Case] = [
     ("out is a file", lambda t: tokenize("stdlib", with_bytes(t / "x", b"")), r"x, a file: name a folder"),
     (
         "out holds another set",
-        lambda t: tokenize("stdlib", made_set(t / "s")),
+        lambda t: tokenize("stdlib", write_set(t / "s")),
         r"holds a set made of .*s.jsonl: name a new one",
     ),
     (
@@ -300,22 +300,22 @@ MAKE: list[Case] = [
 @pytest.mark.parametrize(
     ("action", "sentence"), [pytest.param(action, sentence, id=name) for name, action, sentence in READ + MAKE]
 )
-def test_what_cannot_be_used_is_told_and_nothing_is_left(
+def test_unusable_data_is_refused_without_output(
     action: Callable[[Path], object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, out = tmp_path / "given", tmp_path / "made" / "out"
     given.mkdir()
     out.parent.mkdir()
     monkeypatch.setenv("REFUSED_OUT", str(out))
-    with pytest.raises(SpecError, match=sentence) as told:
+    with pytest.raises(SpecError, match=sentence) as caught:
         action(given)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     assert not list(out.parent.iterdir())
     assert not list(given.rglob("*.partial"))
 
 
-def test_a_token_beyond_the_vocabulary_is_told_where_it_stands(tmp_path: Path) -> None:
-    """A large flat file is only looked at here and there before a run: the rest is seen when it is read."""
+def test_a_token_beyond_the_vocabulary_is_reported_with_its_position(tmp_path: Path) -> None:
+    """Only samples of a large flat file are checked before a run: the rest is checked when it is read."""
     from ultrascale.data.corpora import TokenFileCorpus
     from ultrascale.data.sets import open_set
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from made import json_lines, parquet, tokenizer, words
+from text_builders import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import sources
 from ultrascale.data.sources import PIECE, InputPart, pieces
@@ -41,14 +41,14 @@ def documents(path: Path, length: int, field: str = "text") -> list[str]:
 
 @pytest.mark.parametrize("length", [1, 7, 100, 1000, 2**25])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_cuts_change_no_document(tmp_path: Path, name: str, length: int) -> None:
+def test_splitting_into_parts_changes_no_document(tmp_path: Path, name: str, length: int) -> None:
     write: Callable[..., Path] = parquet if name.endswith("parquet") else json_lines
     assert documents(write(tmp_path / name, TEXTS), length) == TEXTS
     assert documents(write(tmp_path / name, TEXTS, field="content"), length, "content") == TEXTS
 
 
 @pytest.mark.parametrize("length", [1, 5, 333, 2**25])
-def test_a_text_file_is_one_document_however_it_is_cut(tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_file_is_one_document_however_it_is_split(tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE", 64)
     for number, text in enumerate(["火" * 300, "a\nb\n\nc", "x", "naïve words " * 50, "\ufeffmarked", "\n" * 9]):
         path = tmp_path / f"{number}.txt"
@@ -56,14 +56,14 @@ def test_a_text_file_is_one_document_however_it_is_cut(tmp_path: Path, length: i
         assert documents(path, length) == [text.removeprefix("\ufeff")]
 
 
-def test_a_last_line_may_lack_its_end_and_blank_lines_are_nothing(tmp_path: Path) -> None:
+def test_a_missing_final_newline_and_blank_lines_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n  \n{"text": ""}\r\n{"text": "two\\n"}')
     for length in (1, 10, 1000):
         assert documents(path, length) == ["one", "two\n"]
 
 
-def test_folders_are_read_in_sorted_order_and_hidden_files_left_out(tmp_path: Path) -> None:
+def test_folders_are_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b/z.txt", "b/a.txt", "a.jsonl", "c.txt", ".hidden/x.txt", ".x.txt", "notes.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name if name.endswith("txt") else '{"text": "a.jsonl"}')
@@ -72,7 +72,7 @@ def test_folders_are_read_in_sorted_order_and_hidden_files_left_out(tmp_path: Pa
     assert len(parts) == 1  # small files share one
 
 
-def test_a_long_document_comes_in_pieces_cut_at_lines() -> None:
+def test_a_long_document_is_split_at_lines() -> None:
     text = ("x" * 999 + "\n") * 3000 + "end"
     found = list(pieces(text, 0))
     assert "".join(piece.text for piece in found) == text
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_tokenizer_itself(tmp_path: Path) -> None:
     assert (ours.vocab, ours.eod) == (theirs.get_vocab_size(), theirs.token_to_id("<|endoftext|>"))
 
 
-def test_a_text_cannot_spell_the_end_of_a_document(tmp_path: Path) -> None:
+def test_a_text_cannot_contain_the_end_of_document_token(tmp_path: Path) -> None:
     ours = load(tokenizer(tmp_path / "tokenizer.json"))
     (ids,) = ours.encode(["before<|endoftext|>after"])
     assert ours.eod not in ids

@@ -1,4 +1,4 @@
-"""Token files: ours byte by byte, Megatron's by a writer of our own, flat ones; and what a set tells of itself."""
+"""Token files: ours byte by byte, Megatron's by a writer of our own, flat ones; and the facts of a dataset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made import megatron
+from text_builders import megatron
 
 from builders import write_tokens
 from ultrascale.data.sets import info, open_set
@@ -16,7 +16,7 @@ from ultrascale.data.sets import info, open_set
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[7, 8, 9, 10], [11], [12]]]
 
 
-def test_our_file_is_what_its_description_says(tmp_path: Path) -> None:
+def test_our_file_matches_its_description(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     write_tokens(path, [1, 2, 300], [1, 3], vocab=512)
     fields = struct.pack("<8sIIQQQ", b"ultratok", 1, 2, 3, 2, 512)
@@ -29,7 +29,7 @@ def test_our_file_is_what_its_description_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "width"), [(65_536, 2), (65_537, 4)])
-def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(tmp_path: Path, vocab: int, width: int) -> None:
+def test_token_width_is_the_least_for_the_vocabulary(tmp_path: Path, vocab: int, width: int) -> None:
     write_tokens(tmp_path / "a.bin", [0, vocab - 1], [2], vocab)
     found = open_set(tmp_path / "a.bin")
     assert found.tokens.itemsize == width
@@ -58,7 +58,7 @@ def test_a_flat_file_is_one_document_of_two_byte_tokens(tmp_path: Path) -> None:
     assert (found.kind, found.tokens.tolist(), found.ends.tolist()) == ("flat", [50256, 1, 2], [3])
 
 
-def test_what_a_set_tells_of_itself(tmp_path: Path) -> None:
+def test_dataset_facts(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.bin", range(10), [2, 9, 10], vocab=256)
     found = info(tmp_path / "a.bin")
     assert (found.tokens, found.documents, found.dtype, found.vocab) == (10, 3, "uint16", 256)

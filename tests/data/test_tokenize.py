@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made import json_lines, parquet, tokenizer, words
+from text_builders import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import tokenize as job
 from ultrascale.data import worker_pool
@@ -42,7 +42,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_set_holds_the_tokens_and_documents_in_order(texts: Path, tmp_path: Path) -> None:
+def test_a_dataset_has_tokens_and_documents_in_order(texts: Path, tmp_path: Path) -> None:
     path = tokenizer(tmp_path / "tokenizer.json")
     facts = tokenize(texts, tmp_path / "out", path, workers=2, part_bytes=SMALL)
     found = open_set(tmp_path / "out")
@@ -60,7 +60,7 @@ def test_a_set_holds_the_tokens_and_documents_in_order(texts: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_any_number_of_workers_makes_the_same_bytes(texts: Path, tmp_path: Path, with_tokenizer: bool) -> None:
+def test_the_number_of_workers_does_not_change_the_bytes(texts: Path, tmp_path: Path, with_tokenizer: bool) -> None:
     path = tokenizer(tmp_path / "tokenizer.json") if with_tokenizer else None
     sets = []
     for workers in (1, 2, 5):
@@ -69,14 +69,14 @@ def test_any_number_of_workers_makes_the_same_bytes(texts: Path, tmp_path: Path,
     assert sets[0] == sets[1] == sets[2]
 
 
-def test_a_finished_set_is_not_made_again(texts: Path, tmp_path: Path) -> None:
+def test_a_finished_dataset_is_not_tokenized_again(texts: Path, tmp_path: Path) -> None:
     first = tokenize(texts, tmp_path / "out")
     before = (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns
     assert tokenize(texts, tmp_path / "out", progress=lambda _: pytest.fail("worked again")) == first
     assert (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns == before
 
 
-def test_a_text_that_changed_and_kept_its_size_and_time_is_not_answered_with_the_old_tokens(tmp_path: Path) -> None:
+def test_a_changed_text_of_equal_size_and_mtime_is_tokenized_again(tmp_path: Path) -> None:
     """Content decides: editors and rsync can keep both, and a clock can be set."""
     text, out = tmp_path / "a.txt", tmp_path / "out"
     text.write_bytes(b"one two three")
@@ -107,7 +107,7 @@ def test_a_name_is_part_of_the_digest_and_a_time_is_not(tmp_path: Path) -> None:
         tokenize(folder, tmp_path / "out")
 
 
-def test_a_set_made_before_digests_were_kept_opens_and_is_made_anew(tmp_path: Path) -> None:
+def test_a_dataset_without_digest_opens_and_is_tokenized_again(tmp_path: Path) -> None:
     text, out = tmp_path / "a.txt", tmp_path / "out"
     text.write_text("old text")
     tokenize(text, out)
@@ -116,15 +116,13 @@ def test_a_set_made_before_digests_were_kept_opens_and_is_made_anew(tmp_path: Pa
     (out / "data.json").write_text(json.dumps(facts))
     assert len(open_set(out).tokens) == 9
     text.write_text("new text")
-    made = tokenize(text, out)
-    assert made.inputs.digest is not None
+    tokenized = tokenize(text, out)
+    assert tokenized.inputs.digest is not None
     assert bytes(open_set(out).tokens.astype(np.uint8)) == b"new text\0"
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
 
-def test_a_job_that_was_stopped_does_not_go_on_with_other_content_of_the_same_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_job_does_not_resume_with_changed_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "a.txt"
     text.write_bytes(b"word " * 40_000)
 
@@ -143,7 +141,7 @@ def test_a_job_that_was_stopped_does_not_go_on_with_other_content_of_the_same_si
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_a_fifo_among_the_texts_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_fifo_among_the_texts_is_refused_without_blocking(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     os.mkfifo(folder / name)
@@ -161,7 +159,7 @@ tokenize(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]), part_bytes=2**14)
 
 @pytest.mark.quick_cases("9")
 @pytest.mark.parametrize("after", [1, 9, 25])
-def test_a_killed_job_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: int) -> None:
+def test_a_killed_job_resumes_to_the_same_bytes(tmp_path: Path, after: int) -> None:
     source = json_lines(tmp_path / "a.jsonl", words(3000))
     tokenize(source, tmp_path / "whole", workers=1, part_bytes=2**14)
     child = subprocess.Popen([sys.executable, "-c", CHILD, source, tmp_path / "out", "2"])
@@ -170,10 +168,10 @@ def test_a_killed_job_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: in
     child.wait()
     assert not (tmp_path / "out").exists()
     done = json.loads((tmp_path / "out.partial" / job.NOTES).read_text())["parts"]
-    seen: list[TokenizeProgress] = []
-    tokenize(source, tmp_path / "out", workers=3, part_bytes=2**14, progress=seen.append)
-    assert seen[0].bytes == done * 2**14
-    assert seen[-1].bytes_before >= seen[0].bytes
+    reports: list[TokenizeProgress] = []
+    tokenize(source, tmp_path / "out", workers=3, part_bytes=2**14, progress=reports.append)
+    assert reports[0].bytes == done * 2**14
+    assert reports[-1].bytes_before >= reports[0].bytes
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
 
@@ -186,20 +184,22 @@ def _wait_for(notes: Path, parts: int, child: subprocess.Popen[bytes]) -> None:
     pytest.fail(f"the job ended before it could be killed ({child.poll()})")
 
 
-@pytest.mark.parametrize("moment", ["_append", "finish", "write_text"])
-def test_it_goes_on_from_any_moment(texts: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["_append", "finish", "write_text"])
+def test_it_resumes_after_a_failure_at_any_call(
+    texts: Path, tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenize(texts, tmp_path / "whole", part_bytes=SMALL)
-    owner = job if moment == "write_text" else job._Job
-    original, calls = getattr(owner, moment), []
+    owner = job if function == "write_text" else job._Job
+    original, calls = getattr(owner, function), []
 
     def ended_after(*arguments: object, **named: object) -> object:
         found = original(*arguments, **named)
-        calls.append(moment)
-        if len(calls) == (1 if moment == "finish" else 3):
+        calls.append(function)
+        if len(calls) == (1 if function == "finish" else 3):
             raise RuntimeError("the power went")
         return found
 
-    monkeypatch.setattr(owner, moment, ended_after)
+    monkeypatch.setattr(owner, function, ended_after)
     with pytest.raises(RuntimeError, match="power"):
         tokenize(texts, tmp_path / "out", part_bytes=SMALL)
     assert not (tmp_path / "out").exists()
@@ -208,7 +208,7 @@ def test_it_goes_on_from_any_moment(texts: Path, tmp_path: Path, moment: str, mo
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_parts_that_a_worker_had_made_are_not_made_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_parts_are_not_tokenized_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job._Job, "_append", lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
     with pytest.raises(RuntimeError, match="stop"):
         tokenize(texts, tmp_path / "out", workers=1, part_bytes=SMALL)
@@ -221,13 +221,13 @@ def test_parts_that_a_worker_had_made_are_not_made_again(texts: Path, tmp_path: 
     assert given == list(range(1, len(given) + 1))
 
 
-def test_other_options_do_not_go_on_with_what_was_begun(texts: Path, tmp_path: Path) -> None:
+def test_other_options_do_not_resume_a_started_job(texts: Path, tmp_path: Path) -> None:
     _begin(texts, tmp_path / "out")
     with pytest.raises(SpecError, match="was begun with other texts, another tokenizer or other options: delete it"):
         tokenize(texts, tmp_path / "out", tokenizer(tmp_path / "tokenizer.json"), part_bytes=SMALL)
 
 
-def test_a_file_repaired_after_others_were_done_goes_on(texts: Path, tmp_path: Path) -> None:
+def test_a_job_resumes_after_a_file_is_repaired(texts: Path, tmp_path: Path) -> None:
     good = (texts / "d.txt").read_bytes()
     tokenize(texts, tmp_path / "whole", part_bytes=SMALL)
     (texts / "d.txt").write_bytes(good[:-1] + b"\xff")
@@ -272,9 +272,7 @@ def test_two_jobs_do_not_write_one_set(texts: Path, tmp_path: Path) -> None:
             tokenize(texts, tmp_path / "out")
 
 
-def test_a_worker_that_dies_ends_the_job_and_loses_nothing(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_worker_fails_the_job_without_data_loss(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -285,7 +283,7 @@ def test_a_worker_that_dies_ends_the_job_and_loses_nothing(
     assert tokenize(texts, tmp_path / "out").documents == 701
 
 
-def test_stopping_is_told_and_goes_on(texts: Path, tmp_path: Path) -> None:
+def test_an_interrupt_is_reported_and_the_job_resumes(texts: Path, tmp_path: Path) -> None:
     def stop(progress: TokenizeProgress) -> None:
         if progress.documents:
             raise KeyboardInterrupt
@@ -295,11 +293,11 @@ def test_stopping_is_told_and_goes_on(texts: Path, tmp_path: Path) -> None:
     assert tokenize(texts, tmp_path / "out", part_bytes=SMALL).documents == 701
 
 
-def test_progress_ends_at_the_whole_with_rates(texts: Path, tmp_path: Path) -> None:
-    seen: list[TokenizeProgress] = []
-    facts = tokenize(texts, tmp_path / "out", workers=2, progress=seen.append, part_bytes=SMALL)
-    last = seen[-1]
+def test_progress_ends_at_the_total_with_rates(texts: Path, tmp_path: Path) -> None:
+    reports: list[TokenizeProgress] = []
+    facts = tokenize(texts, tmp_path / "out", workers=2, progress=reports.append, part_bytes=SMALL)
+    last = reports[-1]
     assert (last.documents, last.tokens) == (facts.documents, facts.tokens)
     assert last.bytes == last.total_bytes == facts.inputs.bytes
     assert last.eta_s == 0
-    assert all(one.bytes <= two.bytes for one, two in itertools.pairwise(seen))
+    assert all(one.bytes <= two.bytes for one, two in itertools.pairwise(reports))

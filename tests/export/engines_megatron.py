@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans_made import exported, planned
+from plan_builders import exported, planned
 
 from ultrascale.export.megatron import parse
 from ultrascale.specs.cluster import Cluster
@@ -41,14 +41,14 @@ def test_its_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     given = arguments("tiny", tmp_path)
     torch.manual_seed(0)
     ids = torch.randint(0, 256, (2, 64))
-    places, later = torch.arange(64).expand(2, 64), torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
+    places, mask = torch.arange(64).expand(2, 64), torch.ones(1, 1, 64, 64, dtype=torch.bool).triu(1)
     losses = []
     with megatron_built.one_rank(monkeypatch):
         built = megatron_built.model(given)
         assert sum(parameter.numel() for parameter in built.parameters()) == Model.load("tiny").parameters
         optimizer = torch.optim.AdamW(built.parameters(), lr=10 * float(given["--lr"]))
         for _ in range(4):
-            loss = built(ids, places, later, labels=ids).mean()
+            loss = built(ids, places, mask, labels=ids).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

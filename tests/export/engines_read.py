@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from plans_made import PLANS, exported, plan_of
+from plan_builders import PLANS, exported, plan_of
 
 from ultrascale.specs.plan import Plan
 
@@ -51,7 +51,7 @@ def test_deepspeed_loads_its_configuration(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(deepspeed.dist, "get_world_size", lambda: layout.gpus)
 
     class Ranks:
-        """What DeepSpeed asks a program with a pipeline for."""
+        """What DeepSpeed requires of a program with a pipeline."""
 
         def get_data_parallel_world_size(self) -> int:
             return layout.dp
@@ -123,7 +123,7 @@ def test_flavors_are_the_presets(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_megatron_core_takes_the_shape_and_the_cut(name: str, tmp_path: Path) -> None:
+def test_megatron_core_accepts_shape_and_parallelism(name: str, tmp_path: Path) -> None:
     """The arguments that become Megatron-Core's configuration, in its own class."""
     import torch
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -151,7 +151,7 @@ def test_megatron_core_takes_the_shape_and_the_cut(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["dense", "one GPU"])
-def test_kubeflow_takes_the_train_job_and_the_job_set(name: str, tmp_path: Path) -> None:
+def test_kubeflow_accepts_the_train_job_and_the_job_set(name: str, tmp_path: Path) -> None:
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 

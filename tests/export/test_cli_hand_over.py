@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from plans_made import exported, plan_of
+from plan_builders import exported, plan_of
 
 from ultrascale.specs.plan import Plan
 
@@ -29,7 +29,7 @@ def refused(answer: tuple[int, str, str], *says: str) -> None:
         assert words in err
 
 
-def test_export_says_what_it_wrote_and_what_comes_next(run, plan: Path) -> None:
+def test_export_prints_written_files_and_the_next_command(run, plan: Path) -> None:
     code, out, _ = run("export", plan, "--to", "megatron", "-o", "out")
     assert code == 0
     assert "Wrote out/run.sh" in out
@@ -63,14 +63,14 @@ def test_import_prints_what_explain_prints_and_writes_a_plan(run, plan: Path) ->
     assert run("explain", "back.yaml")[0] == 0
 
 
-def test_style_chooses_among_torchtitans(run, plan: Path) -> None:
+def test_style_selects_the_torchtitan_version(run, plan: Path) -> None:
     assert run("export", plan, "--to", "torchtitan", "--style", "toml", "-o", "a")[0] == 0
     assert os.listdir("a") == ["config.toml"]
     assert run("export", plan, "--to", "torchtitan", "--style", "current", "-o", "b")[0] == 0
     assert os.listdir("b") == ["ultrascale_config.py"]
 
 
-def test_a_folder_with_something_in_it_is_kept(run, plan: Path) -> None:
+def test_a_non_empty_folder_is_not_overwritten(run, plan: Path) -> None:
     os.mkdir("out")
     Path("out/mine.txt").write_text("mine")
     refused(run("export", plan, "--to", "slurm", "-o", "out"), "mine.txt is in the way", "--force")
@@ -91,12 +91,12 @@ EXPORTS = [
 
 
 @pytest.mark.parametrize(("words", "says"), EXPORTS, ids=[" ".join(words) for words, _ in EXPORTS])
-def test_an_export_that_cannot_be(run, plan: Path, words: list[str], says: list[str]) -> None:
+def test_an_impossible_export_is_refused(run, plan: Path, words: list[str], says: list[str]) -> None:
     refused(run("export", plan, *words, "-o", "out"), *says)
     assert not os.path.exists("out")
 
 
-def test_folders_and_plans_that_cannot_be_used(run, plan: Path) -> None:
+def test_unusable_folders_and_plans_are_refused(run, plan: Path) -> None:
     refused(run("export", "none.yaml", "--to", "slurm", "-o", "out"), "plan file none.yaml does not exist")
     refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml"), "is a file: name a folder")
     refused(run("export", plan, "--to", "slurm", "-o", "plan.yaml/x"), "-o is plan.yaml/x, which cannot be made", "such as out")
@@ -140,12 +140,12 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("name", "text", "says"), TEXTS, ids=[name for name, _, _ in TEXTS])
-def test_files_that_cannot_be_imported(run, plan: Path, name: str, text: bytes, says: list[str]) -> None:
+def test_unreadable_files_are_refused(run, plan: Path, name: str, text: bytes, says: list[str]) -> None:
     Path(name).write_bytes(text)
     refused(run("import", name, "--cluster", "8xh100"), *says)
 
 
-def test_places_that_are_no_files(run, plan: Path) -> None:
+def test_paths_that_are_not_files_are_refused(run, plan: Path) -> None:
     refused(run("import", "none.sh"), "none.sh does not exist: name a run.sh")
     refused(run("import", "."), ". is a folder: name a file in it")
     refused(run("import", plan), "is a plan already", "ultrascale explain")
@@ -170,7 +170,7 @@ SLIPS = [
 
 
 @pytest.mark.parametrize(("to", "name", "right", "wrong", "says"), SLIPS, ids=[slip[0] for slip in SLIPS])
-def test_a_slip_is_named_where_its_value_is_missed(
+def test_a_misspelled_setting_is_named_where_its_value_is_missing(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, name: str, right: str, wrong: str, says: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""DeepSpeed really trains from the exported file: two processes on gloo, the small model as Hugging Face says it."""
+"""DeepSpeed really trains from the exported file: two processes on gloo, the small model as a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans_made import exported, planned
+from plan_builders import exported, planned
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job

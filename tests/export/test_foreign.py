@@ -88,14 +88,14 @@ def test_a_yaml_of_accelerate(tmp_path: Path) -> None:
     assert any("has no batch: micro-batch 1" in note for note in found.notes)
 
 
-def test_a_slip_is_named_with_what_it_may_mean(tmp_path: Path) -> None:
+def test_a_misspelled_setting_is_named_with_a_suggestion(tmp_path: Path) -> None:
     script = samples.MEGATRON.replace("--tensor-model-parallel-size", "--tensor-model-paralel-size")
     found = plan_from(written(tmp_path, "run.sh", script))
     assert "not read: --tensor-model-paralel-size: did you mean '--tensor-model-parallel-size'?" in found.notes
     assert found.plan.layout.tp == 1
 
 
-def test_an_estimate_for_another_engine_can_be_asked_for(tmp_path: Path) -> None:
+def test_an_estimate_for_another_engine_can_be_requested(tmp_path: Path) -> None:
     from ultrascale.specs.framework import Framework
 
     found = plan_from(written(tmp_path, "run.sh", samples.MEGATRON), Given(framework=Framework.load("torchtitan")))
@@ -152,7 +152,7 @@ HEADERS = [
 
 
 @pytest.mark.parametrize(("line", "says"), HEADERS, ids=[line for line, _ in HEADERS])
-def test_a_header_that_was_broken_is_told_in_words(tmp_path: Path, line: str, says: str) -> None:
+def test_a_broken_header_is_a_clear_error(tmp_path: Path, line: str, says: str) -> None:
     file = written(tmp_path, "config.yaml", f"# kept for import: {line}\n{samples.NANOTRON}")
     with pytest.raises(SpecError) as refused:
         plan_from(file)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from plans_made import exported, plan_of, planned
+from plan_builders import exported, plan_of, planned
 
 import ultrascale
 from ultrascale.export import targets
@@ -47,21 +47,21 @@ def named(plan: Plan, name: str) -> Plan:
     return plan.model_copy(update={"job": plan.job.changed(model=model)})
 
 
-def test_slurm_asks_for_a_task_per_gpu(tmp_path: Path) -> None:
+def test_slurm_requests_one_task_per_gpu(tmp_path: Path) -> None:
     script = (exported(plan_of("sharded"), "slurm", tmp_path) / "job.sbatch").read_text()
-    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
-    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--job-name=llama-3-1-8b"} <= set(asked)
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--job-name=llama-3-1-8b"} <= set(options)
     assert Plan.load(tmp_path / "plan.yaml").layout == plan_of("sharded").layout
 
 
-def test_torchrun_meets_where_there_are_several_nodes(tmp_path: Path) -> None:
+def test_torchrun_has_a_rendezvous_endpoint_on_several_nodes(tmp_path: Path) -> None:
     many = (exported(plan_of("sharded"), "torchrun", tmp_path / "many") / "torchrun.sh").read_text()
     assert '--nnodes 2 --rdzv-id llama-3-1-8b --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:?' in many
     one = (exported(plan_of("tied"), "torchrun", tmp_path / "one") / "torchrun.sh").read_text()
     assert "--standalone --nproc-per-node 8" in one
 
 
-def test_kubernetes_files_hold_the_plan_and_its_shape(tmp_path: Path) -> None:
+def test_kubernetes_files_contain_the_plan_and_its_size(tmp_path: Path) -> None:
     plan = plan_of("sharded")
     folder = exported(plan, "kubernetes", tmp_path)
     for file, kind in (("trainjob.yaml", "TrainJob"), ("jobset.yaml", "JobSet")):
@@ -104,7 +104,7 @@ def test_kubernetes_files_use_fields_that_exist(file: str, kind: str, tmp_path: 
         assert set(place) <= known, path
 
 
-def test_a_hostile_name_stays_a_name(tmp_path: Path) -> None:
+def test_a_hostile_name_is_quoted(tmp_path: Path) -> None:
     plan = named(plan_of("dense"), HOSTILE)
     for to in targets.LAUNCHERS:
         folder = exported(plan, to, tmp_path / to)
@@ -217,7 +217,7 @@ def test_the_batch_script_trains_under_slurm(slurm: dict[str, str], tmp_path: Pa
     folder = exported(two_ranks(), "slurm", tmp_path / "a b; c")
     command = ["sbatch", "--wait", "job.sbatch", "train.steps=2", "train.data=synthetic"]
     done = subprocess.run(command, cwd=folder, env=slurm, capture_output=True, text=True, timeout=170, check=False)
-    said = "".join(file.read_text() for file in folder.glob("tiny-*.out"))
-    assert done.returncode == 0, done.stderr + said[-2000:]
+    output = "".join(file.read_text() for file in folder.glob("tiny-*.out"))
+    assert done.returncode == 0, done.stderr + output[-2000:]
     assert trained(folder) == 2
     assert json.loads((folder / "runs" / "tiny" / "env.json").read_text())["processes"] == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from plans_made import PLANS, exported, plan_of
+from plan_builders import PLANS, exported, plan_of
 
 # key -> types that nanotron's dataclasses take; every key here is one of theirs, `*` those that have no default
 KEYS: dict[str, dict[str, tuple[type, ...]]] = {

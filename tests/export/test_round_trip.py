@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans_made import PLANS, exported, plan_of, random_plan
+from plan_builders import PLANS, exported, plan_of, random_plan
 
 from ultrascale.export import header, targets, write
 from ultrascale.export.common import EngineFormat
@@ -27,7 +27,7 @@ def titles(engine: EngineFormat) -> str:
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_comes_back_as_it_went(engine: EngineFormat, name: str, tmp_path: Path) -> None:
+def test_a_plan_survives_the_round_trip(engine: EngineFormat, name: str, tmp_path: Path) -> None:
     plan = plan_of(name)
     found = plan_from(exported(plan, engine.name, tmp_path) / engine.config)
     assert found.engine is engine
@@ -40,7 +40,9 @@ def test_a_plan_comes_back_as_it_went(engine: EngineFormat, name: str, tmp_path:
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_legal_layout_comes_back(engine: EngineFormat, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_legal_layout_survives_the_round_trip(
+    engine: EngineFormat, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     job, layout = random_plan(seed)
     folder = tmp_path_factory.mktemp("out")
     files, _ = write.for_engine(engine, job, layout)
@@ -51,7 +53,7 @@ def test_any_legal_layout_comes_back(engine: EngineFormat, seed: int, tmp_path_f
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
-def test_a_model_of_ones_own_comes_back(engine: EngineFormat, tmp_path: Path) -> None:
+def test_a_custom_model_survives_the_round_trip(engine: EngineFormat, tmp_path: Path) -> None:
     plan = plan_of("sharded")
     odd = Model(
         name='mine # "7b" (v2)\nkept for import: job.seq = 1',
@@ -74,7 +76,7 @@ def test_a_model_of_ones_own_comes_back(engine: EngineFormat, tmp_path: Path) ->
 
 
 # What each engine lacks for each plan; fields of the layout without their first word, single ones of a model as `model.…`.
-UNSAID = {
+NOT_EXPRESSIBLE = {
     "torchtitan 0.2 (TOML)": {
         "one GPU": "model",
         "dense": "zero keep_gathered model.…",
@@ -146,7 +148,7 @@ UNSAID = {
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("name", PLANS)
-def test_only_what_an_engine_lacks_is_left_unsaid(engine: EngineFormat, name: str) -> None:
+def test_only_settings_an_engine_lacks_are_not_expressed(engine: EngineFormat, name: str) -> None:
     plan = plan_of(name)
     _, lines = write.for_engine(engine, plan.job, plan.layout)
     unsaid = [
@@ -155,10 +157,10 @@ def test_only_what_an_engine_lacks_is_left_unsaid(engine: EngineFormat, name: st
         if line.startswith(header.NOT_EXPRESSIBLE)
     ]
     short = dict.fromkeys("model.…" if name.startswith("model.") else name.removeprefix("layout.") for name in unsaid)
-    assert " ".join(short) == UNSAID[engine.title][name]
+    assert " ".join(short) == NOT_EXPRESSIBLE[engine.title][name]
 
 
-def test_what_cannot_be_said_is_a_line_with_field_and_value(tmp_path: Path) -> None:
+def test_inexpressible_settings_are_listed_with_field_and_value(tmp_path: Path) -> None:
     plan = plan_of("no bubble")
     lines = (exported(plan, "nanotron", tmp_path) / "config.yaml").read_text().splitlines()
     assert "# not expressible here: layout.schedule = zb-v (nanotron has afab and 1f1b)" in lines
@@ -166,14 +168,14 @@ def test_what_cannot_be_said_is_a_line_with_field_and_value(tmp_path: Path) -> N
     assert not any("layout.zero" in line for line in lines)  # ZeRO-0 is what it has
 
 
-def test_what_can_be_said_is_said_by_the_engines_own_setting(tmp_path: Path) -> None:
+def test_expressible_settings_use_the_engines_own_option(tmp_path: Path) -> None:
     script = (exported(plan_of("dense"), "megatron", tmp_path) / "run.sh").read_text()
     for words in ("--tensor-model-parallel-size 8", "--num-virtual-stages-per-pipeline-rank 4", "--use-distributed-optimizer"):
         assert words in script
     assert "not expressible" not in script
 
 
-def test_torchtitan_fills_its_pipeline_once_in_a_step(tmp_path: Path) -> None:
+def test_torchtitan_has_one_pipeline_run_per_step(tmp_path: Path) -> None:
     """Its accumulation steps each fill and drain the pipeline: all micro-batches belong into one local batch."""
     settings = tomllib.loads((exported(plan_of("dense"), "torchtitan", tmp_path) / "config.toml").read_text())
     assert settings["training"]["local_batch_size"] == 128
@@ -181,8 +183,8 @@ def test_torchtitan_fills_its_pipeline_once_in_a_step(tmp_path: Path) -> None:
     assert settings["parallelism"]["pipeline_parallel_microbatch_size"] == 1
 
 
-def test_an_edited_setting_wins_over_the_header(tmp_path: Path) -> None:
-    """The header spoke of the value that the setting stood in for; now somebody chose another."""
+def test_an_edited_setting_overrides_the_header(tmp_path: Path) -> None:
+    """The header has the original value of the setting; an edit of the setting makes it stale."""
     plan = plan_of("no bubble")
     file = exported(plan, "nanotron", tmp_path) / "config.yaml"
     file.write_text(
@@ -223,7 +225,7 @@ SCALINGS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("case", SCALINGS)
 @pytest.mark.parametrize("base", ["llama-2-7b", "llama-3.1-8b"])
-def test_rotary_scaling_comes_back(engine: EngineFormat, case: str, base: str, tmp_path: Path) -> None:
+def test_rotary_scaling_survives_the_round_trip(engine: EngineFormat, case: str, base: str, tmp_path: Path) -> None:
     plan = plan_of("sharded")
     model = build(Model, {**Model.load(base).model_dump(), "rope_scaling": SCALINGS[case]}, "model")
     files, _ = write.for_engine(engine, plan.job.changed(model=model), plan.layout)
@@ -234,7 +236,7 @@ def test_rotary_scaling_comes_back(engine: EngineFormat, case: str, base: str, t
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "geglu", "geglu_exact"])
 @pytest.mark.parametrize("biases", [True, False])
-def test_either_gelu_comes_back(engine: EngineFormat, activation: str, biases: bool, tmp_path: Path) -> None:
+def test_either_gelu_survives_the_round_trip(engine: EngineFormat, activation: str, biases: bool, tmp_path: Path) -> None:
     plan = plan_of("sharded")
     fields = {**Model.load("gpt2").model_dump(), "max_positions": 8192, "activation": activation, "mlp_bias": biases}
     model = build(Model, {**fields, "attention_output_bias": biases}, "model")
@@ -243,20 +245,20 @@ def test_either_gelu_comes_back(engine: EngineFormat, activation: str, biases: b
     assert plan_from(tmp_path / engine.config).plan.job.model == model
 
 
-def said_to_megatron(**changes: object) -> tuple[str, list[str]]:
+def megatron_export(**changes: object) -> tuple[str, list[str]]:
     plan = plan_of("sharded")
     model = build(Model, {**Model.load("llama-2-7b").model_dump(), "max_positions": 131072, **changes}, "model")
     files, lines = write.for_engine(targets.ENGINES["megatron"][0], plan.job.changed(model=model), plan.layout)
     return files[0].text, [line for line in lines if line.startswith(header.NOT_EXPRESSIBLE)]
 
 
-def test_megatron_is_told_of_scaling_only_what_it_computes() -> None:
-    text, lines = said_to_megatron(rope_scaling=SCALINGS["linear"])
+def test_megatron_gets_only_the_rotary_scaling_it_implements() -> None:
+    text, lines = megatron_export(rope_scaling=SCALINGS["linear"])
     assert "--rotary-seq-len-interpolation-factor 4" in text
     assert "--use-rope-scaling" not in text
     assert not any("rope_scaling" in line for line in lines)
     for case in ("linear, no whole factor", "dynamic", "yarn"):
-        text, lines = said_to_megatron(rope_scaling=SCALINGS[case])
+        text, lines = megatron_export(rope_scaling=SCALINGS[case])
         assert "--use-rope-scaling" not in text
         assert "interpolation-factor" not in text
         assert any(f"rope_scaling.rope_type = {case.split(',')[0]} (Megatron-LM has Llama 3's" in line for line in lines)
@@ -264,11 +266,11 @@ def test_megatron_is_told_of_scaling_only_what_it_computes() -> None:
 
 def test_megatrons_gelu_is_the_exact_one_where_no_kernel_adds_a_bias() -> None:
     biases = dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), True)
-    text, lines = said_to_megatron(activation="gelu_exact", **biases)
+    text, lines = megatron_export(activation="gelu_exact", **biases)
     assert "--no-bias-gelu-fusion" in text
     assert not lines
-    text, lines = said_to_megatron(activation="gelu", **biases)
+    text, lines = megatron_export(activation="gelu", **biases)
     assert "--no-bias-gelu-fusion" not in text
     assert not lines
-    assert not said_to_megatron(activation="gelu_exact")[1]
-    assert "model.activation = gelu (Megatron-LM has" in said_to_megatron(activation="gelu")[1][0]
+    assert not megatron_export(activation="gelu_exact")[1]
+    assert "model.activation = gelu (Megatron-LM has" in megatron_export(activation="gelu")[1][0]

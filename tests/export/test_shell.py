@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "words"), CASES, ids=[text[:20] for text, _ in CASES])
-def test_words_of_a_script(text: str, words: list[list[str]]) -> None:
+def test_arguments_of_a_script(text: str, words: list[list[str]]) -> None:
     assert commands(text, "run.sh") == words
 
 
@@ -35,12 +35,12 @@ def test_options_take_one_value_several_or_none() -> None:
     assert options(words) == {"--a": "9", "--b": "2", "--flag": True, "--n-x": ["1", "2", "3"], "--neg": "-1"}
 
 
-def test_a_quote_that_is_not_closed_is_told_with_its_line() -> None:
+def test_an_unclosed_quote_is_reported_with_its_line() -> None:
     with pytest.raises(SpecError, match=r"run\.sh is not a shell script: no closing quotation of what begins at line 4"):
         commands("a \\\n b\n\nrun 'b\nc\nd\n", "run.sh")
 
 
-def test_variables_that_double_each_other_end_early() -> None:
+def test_exponentially_growing_variables_are_bounded() -> None:
     bomb = "A=xxxxxxxx\n" + "\n".join("A=$A$A" for _ in range(60)) + "\nrun $A"
     with pytest.raises(SpecError, match="grow beyond"):
         commands(bomb, "run.sh")

@@ -26,7 +26,7 @@ def job() -> Job:
     return make_job("llama-3.2-1b", "16xh100", 4096)
 
 
-def made(job: Job, **fields: object) -> Plan:
+def plan_of(job: Job, **fields: object) -> Plan:
     layout = Layout(**fields)  # type: ignore[arg-type]
     found = estimate(job, layout)
     return Plan(job=job, layout=layout, estimate=found, rejected=neighbours(job, layout, found))
@@ -34,7 +34,7 @@ def made(job: Job, **fields: object) -> Plan:
 
 @pytest.fixture(scope="module")
 def four_stages(job: Job) -> Plan:
-    return made(job, dp=4, pp=4, gas=16, schedule="dualpipe-v", virtual_stages=2, zero=1)
+    return plan_of(job, dp=4, pp=4, gas=16, schedule="dualpipe-v", virtual_stages=2, zero=1)
 
 
 def test_memory_bars_add_up_to_each_stage(four_stages: Plan) -> None:
@@ -49,8 +49,8 @@ def test_memory_over_a_step_reaches_the_peak(four_stages: Plan) -> None:
     stage = four_stages.estimate.peak_stage
     figure = plan_figures.memory_over_step(four_stages)
     totals = [sum(trace.y[i] for trace in figure.data) for i in range(len(figure.data[0].x))]
-    held = four_stages.estimate.memory[stage].memory
-    assert max(totals) == pytest.approx((held.total - held.runtime) / GIB, rel=0.02)
+    memory = four_stages.estimate.memory[stage].memory
+    assert max(totals) == pytest.approx((memory.total - memory.runtime) / GIB, rel=0.02)
 
 
 def test_time_bars_add_up_to_the_step(four_stages: Plan) -> None:
@@ -74,9 +74,9 @@ def test_the_gantt_draws_every_action_once_and_pairs_in_halves(four_stages: Plan
     assert f"{timeline.bubble_fraction:.1%}" in figure.layout.title.text
 
 
-def test_a_long_step_is_cut_and_the_title_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_is_truncated_and_the_title_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_figures, "MOST_BARS", 50)
-    figure = plan_figures.schedule(made(job, dp=4, pp=4, gas=16, zero=1))
+    figure = plan_figures.schedule(plan_of(job, dp=4, pp=4, gas=16, zero=1))
     drawn = sum(len(trace.x) for trace in figure.data if trace.name != "bubble")
     assert drawn <= 50
     assert "first" in figure.layout.title.text
@@ -84,13 +84,13 @@ def test_a_long_step_is_cut_and_the_title_says_so(job: Job, monkeypatch: pytest.
 
 def test_sensitivity_marks_what_does_not_fit() -> None:
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**17)
-    figure = search_figures.sensitivity(made(job, dp=8, zero=3, gas=4), most=40)
+    figure = search_figures.sensitivity(plan_of(job, dp=8, zero=3, gas=4), most=40)
     hatched = [name for name, shape in zip(figure.data[0].y, figure.data[0].marker.pattern.shape, strict=True) if shape]
     assert any(name.startswith("zero=0") for name in hatched)
     assert not any(name.startswith("recompute=full") for name in hatched)
 
 
-def test_the_front_holds_the_fastest_and_nothing_that_another_beats(job: Job) -> None:
+def test_the_pareto_front_has_no_dominated_layout(job: Job) -> None:
     front = survey.front(job)
     fastest = plan(job, top=1, explain=False).plans[0].estimate.step_time_s
     assert front[0][1].step_time_s == pytest.approx(fastest, rel=0.02)
@@ -117,7 +117,7 @@ def test_scaling_keeps_tokens_per_gpu_and_shows_the_node(job: Job) -> None:
     assert tensor.tokens_per_s < data.tokens_per_s  # across nodes tensor parallelism pays
 
 
-def test_the_heat_map_says_what_does_not_fit(job: Job) -> None:
+def test_the_heat_map_marks_what_does_not_fit(job: Job) -> None:
     models = [Model.load("llama-3.2-1b"), Model.load("llama-3-405b")]
     cells = survey.heat_map(models, job.cluster, [1, 2], 4096, 2**18)
     figure = search_figures.heat_map(cells, "h100")
@@ -143,7 +143,7 @@ def test_losses_and_speed_of_runs() -> None:
 
 
 def test_lanes_of_a_trace() -> None:
-    seen = StepIntervals(
+    intervals = StepIntervals(
         steps=[("ProfilerStep#3", (1000.0, 3000.0))],
         computing=[(500.0, 1500.0), (1500.5, 2000.0)],
         optimizer=[(1900.0, 2000.0)],
@@ -151,7 +151,7 @@ def test_lanes_of_a_trace() -> None:
         collectives=[],
         actions=[],
     )
-    figure = run_figures.lanes(seen)
+    figure = run_figures.lanes(intervals)
     found = {trace.name: [(base, base + long) for base, long in zip(trace.base, trace.x, strict=True)] for trace in figure.data}
     assert found["computing"] == [pytest.approx((0.0, 1.0))]  # cut at the step, and a gap of less than a pixel closed
     assert found["zero"] == [pytest.approx((0.8, 1.7))]
@@ -167,7 +167,7 @@ def test_themes_change_colours_only(theme: style.Theme, four_stages: Plan) -> No
 
 
 @pytest.mark.parametrize("theme", style.THEMES)
-def test_a_page_draws_what_a_themed_figure_says(theme: style.Theme, four_stages: Plan) -> None:
+def test_a_page_draws_the_themed_figure(theme: style.Theme, four_stages: Plan) -> None:
     figure = plan_figures.memory_by_stage(four_stages)
     before = figure.to_plotly_json()
     drawn = style.themed_json(figure, theme)

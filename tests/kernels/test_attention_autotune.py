@@ -1,4 +1,4 @@
-"""Attention's kernel is chosen by time: fastest first, those that refuse left out, never on a CPU."""
+"""Attention's kernel is selected by time: fastest first, failing ones dropped, never on a CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[autotune.AttentionShape]:
-    """Made-up times: cuDNN is slower than flash, the third refuses."""
+def timed_shapes(monkeypatch: pytest.MonkeyPatch) -> list[autotune.AttentionShape]:
+    """Fake times: cuDNN is slower than flash, the third fails. Returns the timed shapes."""
     shapes: list[autotune.AttentionShape] = []
 
     def time_ms(name: str, shape: autotune.AttentionShape, _: torch.device) -> float:
@@ -41,12 +41,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[autotune.AttentionShape]:
     return shapes
 
 
-def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[autotune.AttentionShape]) -> None:
+def test_kernels_are_sorted_by_time_and_failing_ones_dropped(timed_shapes: list[autotune.AttentionShape]) -> None:
     found = autotune.fastest_attention(job_of("llama"), Layout(mbs=3, tp=2), torch.float32, GPU)
     assert found is not None
     assert str(found) == "attention: flash 4.90 ms, cuDNN 7.50 ms"
     model = job_of("llama").model
-    assert asked[0] == (3, job_of("llama").seq, model.heads // 2, model.kv_heads // 2, model.head_dim, torch.float32)
+    assert timed_shapes[0] == (3, job_of("llama").seq, model.heads // 2, model.kv_heads // 2, model.head_dim, torch.float32)
     plain = Transformer(model)
     found.apply([plain])
     cores = [module for module in plain.modules() if isinstance(module, CausalAttention)]
@@ -54,8 +54,8 @@ def test_the_fastest_comes_first_and_one_that_refuses_not_at_all(asked: list[aut
     assert all(core.backends == [*ORDER, SDPBackend.MATH] and core.kernel is None for core in cores)
 
 
-@pytest.mark.usefixtures("asked")
-def test_flash_attention_4_is_asked_where_it_is_installed_and_takes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("timed_shapes")
+def test_flash_attention_4_is_timed_where_installed_and_dtype_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
     in_fp32, job = job_of("llama"), job_of("llama").changed(precision="bf16")
     assert autotune.FLASH_4 not in str(autotune.fastest_attention(in_fp32, Layout(), torch.float32, GPU))
@@ -70,8 +70,8 @@ def test_flash_attention_4_is_asked_where_it_is_installed_and_takes_the_numbers(
     assert core.kernel is None  # it is the slower one
 
 
-def test_a_run_does_without_flash_attention_4_where_it_fails(
-    monkeypatch: pytest.MonkeyPatch, asked: list[autotune.AttentionShape]
+def test_a_run_falls_back_where_flash_attention_4_fails(
+    monkeypatch: pytest.MonkeyPatch, timed_shapes: list[autotune.AttentionShape]
 ) -> None:
     times = autotune._attention_ms
 
@@ -87,8 +87,8 @@ def test_a_run_does_without_flash_attention_4_where_it_fails(
     assert autotune.FLASH_4 not in (found.times_ms if found else {})
 
 
-@pytest.mark.usefixtures("asked")
-def test_nothing_is_chosen_where_there_is_no_choice() -> None:
+@pytest.mark.usefixtures("timed_shapes")
+def test_nothing_is_timed_without_alternatives() -> None:
     job = job_of("llama")
     windowed = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4})})
     assert autotune.fastest_attention(job, Layout(), torch.bfloat16, CPU) is None
@@ -104,12 +104,12 @@ def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert autotune.fastest_attention(job_of("llama"), Layout(), torch.bfloat16, GPU) is None
 
 
-def test_a_run_on_a_gpu_says_what_it_chose_and_where_a_mask_stays_dense() -> None:
+def test_a_gpu_run_reports_its_kernel_and_dense_masks() -> None:
     job = job_of("llama")
     narrow = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4, "head_dim": 8})})
 
-    def notes(job: Job, device: torch.device, chosen: autotune.AttentionTimes | None) -> str:
-        mesh, autotuned = SimpleNamespace(device=device, layout=Layout()), () if chosen is None else (chosen,)
+    def notes(job: Job, device: torch.device, times: autotune.AttentionTimes | None) -> str:
+        mesh, autotuned = SimpleNamespace(device=device, layout=Layout()), () if times is None else (times,)
         engine = SimpleNamespace(job=job, mesh=mesh, training=training_of(), autotuned=autotuned)
         return "; ".join(rank._notes(cast(Engine, engine)))
 
@@ -124,14 +124,14 @@ def engine_of(**fields: object) -> Engine:
     return build_engine(job, Mesh.build(Layout(mbs=2), job.model.kv_heads), training, batches)
 
 
-def test_an_engine_on_a_cpu_leaves_torch_alone() -> None:
+def test_a_cpu_engine_keeps_torchs_attention() -> None:
     engine = engine_of()
     assert engine.autotuned == ()
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]
     assert [core.backends for core in modules if isinstance(core, CausalAttention)] == [[]] * engine.job.model.layers
 
 
-def test_an_engine_hands_its_choice_to_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_gets_the_selected_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "fastest_attention", lambda *_: autotune.AttentionTimes({FLASH: 1.0}))
     engine = engine_of()
     modules = [module for chunk in engine.pipeline.chunks.values() for module in chunk.gradients.module.modules()]

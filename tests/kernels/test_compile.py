@@ -77,7 +77,7 @@ def test_one_graph_for_all_blocks_and_one_for_the_head(policy: Recompute, graphs
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_a_chunked_loss_stays_out_of_the_graphs(graphs: Graphs) -> None:
+def test_a_chunked_loss_is_not_compiled(graphs: Graphs) -> None:
     """Blocks share one graph and the last norm has one; the loss is neither compiled nor done twice."""
     plain, compiled = Transformer(TINY), Transformer(TINY)
     for model in (plain, compiled):
@@ -129,11 +129,11 @@ def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs
     plain, compiled = counting(), counting()
     recompute.apply(compiled, policy, compiled=True)
     compile.apply(compiled)
-    loss, gradients, seen = trained(compiled)
+    loss, gradients, stats = trained(compiled)
     assert len(graphs) == 2
-    expected_loss, expected, expected_seen = trained(plain)
+    expected_loss, expected, expected_stats = trained(plain)
     torch.testing.assert_close(loss, expected_loss)
-    torch.testing.assert_close(seen, expected_seen)
+    torch.testing.assert_close(stats, expected_stats)
     for gradient, reference in zip(gradients, expected, strict=True):
         assert (gradient - reference).norm() <= 0.02 * reference.norm()  # bf16, rounded in other places
 
@@ -141,9 +141,7 @@ def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs
 @pytest.mark.quick_cases(every=2)
 @pytest.mark.usefixtures("grouped_kernel")
 @pytest.mark.parametrize("version", ["2.11.0+cu130", torch.__version__])
-def test_blocks_with_experts_keep_their_input_alone_under_full_recomputation(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_recomputation_of_expert_blocks_saves_only_their_input(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 2.13 from outside of what is compiled: the compiler would keep what experts make."""
     real, whole = torch.compile, list[Any]()
     monkeypatch.setattr(compile, "TorchVersion", lambda _: TorchVersion(version))
@@ -158,11 +156,11 @@ def test_blocks_with_experts_keep_their_input_alone_under_full_recomputation(
     outside = TorchVersion(version) < "2.13"
     assert len(whole) == (EXPERTS.layers if outside else 0)
     assert all((block._compiled_call_impl is None) == outside for block in compiled.each_block())
-    expected_loss, expected, expected_seen = trained(plain)
+    expected_loss, expected, expected_stats = trained(plain)
     kept: list[Tensor] = []
-    loss, gradients, seen = trained(compiled, kept)
+    loss, gradients, stats = trained(compiled, kept)
     torch.testing.assert_close(loss, expected_loss)
-    torch.testing.assert_close(seen, expected_seen)
+    torch.testing.assert_close(stats, expected_stats)
     for gradient, reference in zip(gradients, expected, strict=True):
         assert (gradient - reference).norm() <= 0.02 * reference.norm()
     assert EXPERTS.moe is not None
@@ -174,7 +172,7 @@ def test_blocks_with_experts_keep_their_input_alone_under_full_recomputation(
 
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
-def test_experts_whose_rows_are_counted_on_the_host_stay_out(policy: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_with_host_side_counts_are_not_compiled(policy: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     """What surrounds them is compiled, and nothing fails: a full expert drops tokens, so that shapes depend on the data."""
     monkeypatch.setattr(nn.Module, "compile", lambda module: setattr(
         module, "_compiled_call_impl", torch.compile(module._call_impl, backend="eager")
@@ -183,9 +181,9 @@ def test_experts_whose_rows_are_counted_on_the_host_stay_out(policy: Recompute, 
     plain, compiled = counting(1.0), counting(1.0)
     recompute.apply(compiled, policy, compiled=True)
     compile.apply(compiled)
-    loss, _, seen = trained(compiled)
-    expected_loss, _, expected_seen = trained(plain)
+    loss, _, stats = trained(compiled)
+    expected_loss, _, expected_stats = trained(plain)
     torch.testing.assert_close(loss, expected_loss)
-    torch.testing.assert_close(seen, expected_seen)
-    assert all(row[-1] > 0 for row in seen)
+    torch.testing.assert_close(stats, expected_stats)
+    assert all(row[-1] > 0 for row in stats)
     torch._dynamo.reset()

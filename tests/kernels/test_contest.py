@@ -32,15 +32,15 @@ SMALL = kernels.KernelShape(
 CPU = torch.device("cpu")
 
 
-def worst(asked: Any, ways: tuple[str, ...]) -> dict[str, float]:
+def worst(comparison: Any, names: tuple[str, ...]) -> dict[str, float]:
     """The difference of each from the plain operators."""
     wanted, found = None, {}
-    for way in ways:
-        one = asked.ways[way]()
+    for name in names:
+        one = comparison.candidates[name]()
         outputs = one.run()
         outputs = outputs if one.result is None else one.result()
         wanted = wanted or tuple(output.clone() for output in outputs)
-        found[way] = kernels.difference(outputs, wanted)
+        found[name] = kernels.difference(outputs, wanted)
         assert all(bool(output.any()) for output in outputs)
     return found
 
@@ -51,14 +51,14 @@ def test_ours_computes_what_plain_operators_do(kernel: str, monkeypatch: pytest.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr("kernel_contest.cases.DOCUMENT", 6)
-    asked = cases.CASES[kernel](SMALL, CPU, torch.float32)
-    assert worst(asked, ("eager", "ours"))["ours"] < 1e-5
-    assert asked.moved > 0 or asked.flops > 0
+    comparison = cases.CASES[kernel](SMALL, CPU, torch.float32)
+    assert worst(comparison, ("eager", "ours"))["ours"] < 1e-5
+    assert comparison.moved > 0 or comparison.flops > 0
 
 
 def test_a_run_that_overwrites_its_inputs_is_put_back() -> None:
-    asked = cases.CASES["rotary"](SMALL, CPU, torch.float32)
-    ours = asked.ways["ours"]()
+    comparison = cases.CASES["rotary"](SMALL, CPU, torch.float32)
+    ours = comparison.candidates["ours"]()
     first = [output.clone() for output in ours.run()]
     turned_twice = ours.run()
     assert not torch.allclose(turned_twice[0], first[0])
@@ -67,15 +67,15 @@ def test_a_run_that_overwrites_its_inputs_is_put_back() -> None:
 
 
 def test_the_formula_of_adamw_is_torchs() -> None:
-    asked = cases.adamw(SMALL, CPU, torch.bfloat16)
-    torchs = asked.ways["eager"]()
+    comparison = cases.adamw(SMALL, CPU, torch.bfloat16)
+    torchs = comparison.candidates["eager"]()
     torchs.run()
     assert torchs.result is not None
     for number, update in enumerate(torchs.result()):
         assert update.abs().max() > 1e-4, number
-    masters, made = [torch.full((3,), 0.5)], [torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16)]
+    masters, grads = [torch.full((3,), 0.5)], [torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16)]
     mean, square, copy = [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3, dtype=torch.bfloat16)]
-    cases.plain_steps(masters, made, mean, square, copy)
+    cases.plain_steps(masters, grads, mean, square, copy)
     # By hand: decay takes 1e-4 of 0.5, and the first update is the gradient's sign.
     assert masters[0].tolist() == pytest.approx([0.49895, 0.50095, 0.49995], abs=1e-7)
     assert torch.equal(copy[0], masters[0].bfloat16())
@@ -100,7 +100,7 @@ def row(ours: float = 0.5, **others: float) -> Any:
     )
 
 
-def test_ours_is_kept_where_it_beats_the_best_other() -> None:
+def test_our_kernel_wins_where_it_is_faster_than_the_best_other() -> None:
     assert row().share == pytest.approx(0.5 / 0.8)
     assert row().verdict == "keep"
     assert row(eager=2.0, liger=0.4).verdict == "slower"
@@ -110,7 +110,7 @@ def test_ours_is_kept_where_it_beats_the_best_other() -> None:
     assert alone.verdict == "–"
 
 
-def test_the_table_says_times_shares_rates_and_verdicts() -> None:
+def test_the_table_shows_times_shares_rates_and_verdicts() -> None:
     report = kernels.KernelsReport(
         "NVIDIA X, torch 9", (row(), row(ours=0.9)), ("1b: attention: cuDNN 4.90 ms, flash 7.50 ms",)
     )
@@ -126,7 +126,7 @@ def test_the_table_says_times_shares_rates_and_verdicts() -> None:
     assert data["kernels"][0]["missing"] == {"liger": "not installed"}
 
 
-def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_and_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> tuple[torch.Tensor, ...]:
         raise torch.OutOfMemoryError
 
@@ -134,7 +134,7 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
         raise TypeError("another version")
 
     fine = KernelCandidate(lambda: (torch.ones(2),))
-    asked = KernelComparison(
+    comparison = KernelComparison(
         "2",
         {"eager": lambda: KernelCandidate(full), "compile": lambda: fine, "liger": broken, "ours": lambda: fine},
         moved=10**9,
@@ -142,7 +142,7 @@ def test_one_that_runs_out_of_memory_or_fails_is_said(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "time_ms", lambda runners, _: dict.fromkeys(runners, 2.0))
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    found = kernels._measure_one("norm", SMALL, asked, None, lambda _: None)
+    found = kernels._measure_one("norm", SMALL, comparison, None, lambda _: None)
     assert found.missing == {"eager": "out of memory", "liger": "failed: TypeError"}
     assert found.times_ms == {"compile": 2.0, "ours": 2.0}
     assert found.gb_s == pytest.approx(500.0)  # a gigabyte in two milliseconds
@@ -170,7 +170,7 @@ def test_shapes_are_those_of_two_models_or_of_one_width() -> None:
 @pytest.mark.parametrize(
     ("tokens", "hidden", "words"), [(None, 100, "multiple of 128"), (None, 0, "such as 4096"), (0, None, "--tokens is 0")]
 )
-def test_shapes_that_cannot_be(tokens: int | None, hidden: int | None, words: str) -> None:
+def test_invalid_shapes_are_refused(tokens: int | None, hidden: int | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         kernels.shapes(tokens, hidden)
 

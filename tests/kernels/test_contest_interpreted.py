@@ -21,11 +21,11 @@ SMALL = kernels.KernelShape(
 )
 
 
-def difference(kernel: str, way: str, dtype: torch.dtype) -> float:
-    asked = cases.CASES[kernel](SMALL, torch.device("cpu"), dtype)
+def difference(kernel: str, candidate: str, dtype: torch.dtype) -> float:
+    comparison = cases.CASES[kernel](SMALL, torch.device("cpu"), dtype)
     found = []
-    for name in ("eager", way):
-        one = asked.ways[name]()
+    for name in ("eager", candidate):
+        one = comparison.candidates[name]()
         outputs = one.run()
         found.append(tuple(output.clone() for output in (outputs if one.result is None else one.result())))
     return kernels.difference(found[1], found[0])

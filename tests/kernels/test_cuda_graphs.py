@@ -1,7 +1,7 @@
-"""Steps that are recorded and replayed: whom that changes, and what of an engine must then stay where it is.
+"""CUDA graphs: when a step is captured and replayed, and which tensors of an engine must keep their addresses.
 
-A CUDA graph repeats what it saw with the numbers that lie at the same addresses. There is no GPU here: a stand-in repeats the
-work itself with the batch of the recording, and hands out the tensors of the recording, as a graph does.
+A CUDA graph replays its kernels on the data at the captured addresses. There is no GPU here: a stand-in repeats the work
+itself with the batch of the capture, and returns the tensors of the capture, as a graph does.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Graph:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """A device whose graphs are ours; the graphs that were recorded on it."""
-    made: list[Graph] = []
+    """Replaces torch's CUDA graphs by fakes; returns those that were captured."""
+    graphs: list[Graph] = []
 
     @contextmanager
     def record(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-        made.append(graph)
+        graphs.append(graph)
         yield
 
     fake = SimpleNamespace(
@@ -50,12 +50,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         current_stream=lambda: Stream(), stream=lambda _: nullcontext(), empty_cache=lambda: None, is_available=lambda: False,
     )  # fmt: skip
     monkeypatch.setattr(cuda_graphs.torch, "cuda", fake)
-    return made
+    return graphs
 
 
-def test_the_memory_of_other_steps_is_given_back_before_the_recording_stream_asks_for_its_own(
-    stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_memory_is_freed_before_capture(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     done = list[str]()
     monkeypatch.setattr(cuda_graphs.torch.cuda, "empty_cache", lambda: done.append("given back"))
     work = CUDAGraphRunner(lambda: done.append("step"), CUDAGraphPool(torch.device("cpu"), "always"))
@@ -64,9 +62,7 @@ def test_the_memory_of_other_steps_is_given_back_before_the_recording_stream_ask
     assert done == [*EAGER_CALLS * ["step"], "given back", "step"]
 
 
-def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
-    stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fifth_call_is_captured_and_later_ones_are_replays(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     calls, replayed = list[int](), list[str]()
     monkeypatch.setattr(Graph, "again", lambda _: replayed.append("again"))
     pool = CUDAGraphPool(torch.device("cpu"), "always")
@@ -88,7 +84,7 @@ def test_work_is_recorded_the_fifth_time_and_replayed_from_then_on(
         ("never", 0.08, 0.001, False),
     ],
 )
-def test_it_is_worth_it_where_launching_takes_longer_than_waiting(
+def test_a_graph_pays_off_where_the_step_is_host_bound(
     mode: Any, launched_s: float, waited_s: float, worth: bool, stand_in: list[Graph]
 ) -> None:
     pool = CUDAGraphPool(torch.device("cpu"), mode)
@@ -100,7 +96,7 @@ def test_it_is_worth_it_where_launching_takes_longer_than_waiting(
     assert not pool.worth
 
 
-def test_a_recording_that_fails_leaves_the_work_as_it_was(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_falls_back_to_eager(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def refuse(*_: Any, **__: Any) -> Iterator[None]:
         yield
@@ -132,14 +128,14 @@ def test_a_recording_that_fails_leaves_the_work_as_it_was(stand_in: list[Graph],
         ("llama", {"optimizer": "sgd"}, {}, {}, "optimizer"),
     ],
 )
-def test_what_is_not_the_same_in_every_step_is_not_recorded(
+def test_work_that_varies_between_steps_is_not_captured(
     family: str, job: dict[str, Any], layout: dict[str, Any], training: dict[str, Any], word: str | None
 ) -> None:
     found = selection.why_not_graphed(job_of(family, **job), Layout(**layout), training_of(**training))
     assert found is None if word is None else found is not None and word in found
 
 
-def test_rows_of_a_step_lie_where_those_of_the_last_one_lay(stand_in: list[Graph]) -> None:
+def test_inputs_are_copied_into_the_same_buffers(stand_in: list[Graph]) -> None:
     pool = CUDAGraphPool(torch.device("cpu"), "auto")
     first = pool.copy_rows([(torch.tensor([1, 2]), torch.tensor([3]))])
     addresses = [part.data_ptr() for part in first[0]]
@@ -152,14 +148,14 @@ def test_rows_of_a_step_lie_where_those_of_the_last_one_lay(stand_in: list[Graph
 def test_an_engine_that_replays_trains_as_one_that_does_not(
     gas: int, stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a recording holds on to is what a later step fills: rows, gradients, losses at their addresses."""
+    """A replay writes to the addresses of the capture: rows, gradients, losses."""
     monkeypatch.setattr(CUDAGraphRunner, "_capture", _record)
 
-    def engine(recorded: bool) -> Engine:
-        monkeypatch.setattr(selection, "choose", lambda *_: Kernels(single_microbatch=gas == 1, cuda_graphs=recorded))
+    def engine(use_graph: bool) -> Engine:
+        monkeypatch.setattr(selection, "choose", lambda *_: Kernels(single_microbatch=gas == 1, cuda_graphs=use_graph))
         return engine_of(job_of("llama"), Layout(gas=gas, mbs=2), training_of(steps=8, graphs="always"))
 
-    plain, ours = engine(recorded=False), engine(recorded=True)
+    plain, ours = engine(use_graph=False), engine(use_graph=True)
     for step in range(8):
         wanted, found = plain.step(step), ours.step(step)
         assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
@@ -169,18 +165,18 @@ def test_an_engine_that_replays_trains_as_one_that_does_not(
 
 
 def _record(self: CUDAGraphRunner[Any]) -> None:
-    """Records as a graph would: what is replayed reads the batch of the recording and fills what the recording made."""
+    """Captures as a graph would: a replay reads the batch of the capture and writes to the output of the capture."""
     engine = getattr(self.work, "__self__", None)
     batch = getattr(engine, "_batch", None)
     self.output = self.work()
-    graph, made = Graph(), self.output
+    graph, output = Graph(), self.output
 
     def again() -> None:
         if isinstance(engine, Engine):
             engine._batch = batch
         fresh = self.work()
-        if isinstance(made, torch.Tensor):
-            made.copy_(fresh)
+        if isinstance(output, torch.Tensor):
+            output.copy_(fresh)
 
     graph.again = again  # type: ignore[method-assign]
     self.graph, self.graphs.used = graph, True  # type: ignore[assignment]

@@ -44,18 +44,18 @@ class Package:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Package:
-    made = Package()
-    monkeypatch.setattr(flash, "_package", lambda: made)
-    return made
+    fake = Package()
+    monkeypatch.setattr(flash, "_package", lambda: fake)
+    return fake
 
 
 def numbers(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 24, heads, 16, generator=made).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 24, heads, 16, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2)]
 
 
-def results(way: Any, inputs: list[Tensor]) -> list[Tensor]:
-    out = way(*inputs)
+def results(attention: Any, inputs: list[Tensor]) -> list[Tensor]:
+    out = attention(*inputs)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return [out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).contiguous().transpose(1, 2))]  # of any layout
 
@@ -72,13 +72,13 @@ def test_torch_agrees_that_these_are_operators(package: Package) -> None:
     torch.library.opcheck(flash._forward, tuple(numbers()))
 
 
-def test_it_compiles_whole(package: Package) -> None:
+def test_it_compiles_without_graph_breaks(package: Package) -> None:
     compiled = torch.compile(flash.attend, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(results(compiled, numbers()), results(flash.attend, numbers()), strict=True):
         torch.testing.assert_close(found, wanted)
 
 
-def test_who_asks_torch_for_determinism_gets_it_here(package: Package) -> None:
+def test_torchs_deterministic_mode_is_respected(package: Package) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         results(flash.attend, numbers())
@@ -90,7 +90,7 @@ def test_who_asks_torch_for_determinism_gets_it_here(package: Package) -> None:
 @pytest.mark.parametrize(
     ("blocks", "policy"), [("plain", "none"), ("plain", "selective"), ("plain", "full"), ("fused", "none")]
 )
-def test_a_model_with_it_trains_alike(package: Package, blocks: str, policy: Any) -> None:
+def test_a_model_with_flash_attention_trains_equally(package: Package, blocks: str, policy: Any) -> None:
     """And selective recomputation keeps its output: attention runs once."""
     spec = job_of("llama").model
 
@@ -114,7 +114,7 @@ def test_a_model_with_it_trains_alike(package: Package, blocks: str, policy: Any
     assert package.calls.count("backward") == spec.layers
 
 
-def test_a_kernel_has_causal_attention_alone(package: Package) -> None:
+def test_only_causal_attention_uses_the_kernel(package: Package) -> None:
     core = CausalAttention()
     core.kernel = flash.attend
     q, k, v = (x.to("meta") for x in numbers(torch.bfloat16))
@@ -127,7 +127,7 @@ def test_a_kernel_has_causal_attention_alone(package: Package) -> None:
 
 
 def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
-    class Counted(TorchDispatchMode):
+    class FlopCounter(TorchDispatchMode):
         flops = 0.0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,15 +139,15 @@ def test_its_flops_count_as_those_of_any_attention(package: Package) -> None:
             return out
 
     counts = []
-    for way in (flash.attend, lambda q, k, v: causal_attention(*(x for x in (q, k, v)), 16**-0.5)):
-        with Counted() as counted:
-            results(way, numbers())
-        counts.append(counted.flops)
+    for attention in (flash.attend, lambda q, k, v: causal_attention(*(x for x in (q, k, v)), 16**-0.5)):
+        with FlopCounter() as counter:
+            results(attention, numbers())
+        counts.append(counter.flops)
     forward = 2 * 2 * 4 * 24 * 24 * 16  # two matmuls over half of the pairs
     assert counts == [2 * forward + forward] * 2
 
 
-def test_why_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_not_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional_kernels, "installed", lambda _: False)
     assert FLASH_ATTENTION_4.why_not(torch.bfloat16) == "flash-attn-4 is not installed"
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)

@@ -43,7 +43,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @scalings
-def test_products_are_as_near_as_eight_bits_are(scaling: Fp8Scaling) -> None:
+def test_fp8_matmuls_have_the_error_of_eight_bits(scaling: Fp8Scaling) -> None:
     """Three bits of fraction round by 1/16 at most, 0.026 in the mean square; two bits by twice that.
 
     Errors of both operands add up as squares, and sums of many terms keep their relative size: 0.037 where both have three
@@ -51,13 +51,13 @@ def test_products_are_as_near_as_eight_bits_are(scaling: Fp8Scaling) -> None:
     """
     found, wanted = three(Float8Gemms(scaling), *operands()), three(PlainGemms(), *operands())
     of_gradients = (0.052, 0.064) if scaling == "tensor" else (0.032, 0.042)
-    for made, exact, (least, most) in zip(found, wanted, [(0.032, 0.042), of_gradients, of_gradients], strict=True):
-        assert made.shape == exact.shape
-        assert least < error(made, exact) < most
+    for actual, exact, (least, most) in zip(found, wanted, [(0.032, 0.042), of_gradients, of_gradients], strict=True):
+        assert actual.shape == exact.shape
+        assert least < error(actual, exact) < most
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_products_are_those_of_torchao(scaling: Fp8Scaling) -> None:
+def test_fp8_matmuls_equal_torchaos(scaling: Fp8Scaling) -> None:
     pytest.importorskip("torchao")
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear as Theirs
@@ -71,8 +71,8 @@ def test_products_are_those_of_torchao(scaling: Fp8Scaling) -> None:
     theirs, x = Theirs.from_float(linear, config=config), x.requires_grad_()
     out = theirs(x)
     wanted = (out.detach(), *torch.autograd.grad(out, [x, theirs.weight], grad))
-    for made, reference in zip(three(Float8Gemms(scaling), x.detach(), weight, grad), wanted, strict=True):
-        assert error(made, reference) < 1e-6
+    for actual, reference in zip(three(Float8Gemms(scaling), x.detach(), weight, grad), wanted, strict=True):
+        assert error(actual, reference) < 1e-6
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
@@ -124,7 +124,7 @@ def test_scales_are_powers_of_two_and_use_the_range(scaling: Fp8Scaling, dtype: 
 
 
 @scalings
-def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling: Fp8Scaling) -> None:
+def test_zeros_stay_zeros_and_non_finite_values_propagate(scaling: Fp8Scaling) -> None:
     x, weight, _ = operands(128, 512, 512)
     assert not Float8Gemms(scaling).forward(torch.zeros_like(x), weight).any()
     for bad in (float("nan"), float("inf")):
@@ -133,7 +133,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling: Fp8Scaling) -> N
 
 
 @scalings
-def test_a_token_rounds_alike_whatever_stands_beside_it(scaling: Fp8Scaling) -> None:
+def test_rounding_of_a_token_does_not_depend_on_the_batch(scaling: Fp8Scaling) -> None:
     """Powers of two move exponents and leave fractions, so layouts, which cut a batch in other places, compute the same.
 
     But for numbers 2^15 times smaller than the largest, which have fewer bits; other scales would differ by 0.03.
@@ -153,9 +153,9 @@ def test_an_odd_number_of_tokens_falls_back_where_it_is_summed_over() -> None:
 
 def swapped(scaling: Fp8Scaling, keep: Fp8Keep, model: Model = SMALL, **parts: Any) -> tuple[Transformer, list[str]]:
     """A model in fp8, and the names of its matmuls that are."""
-    made = Transformer(model, **parts)
-    float8.apply(made, scaling, keep, CPU)
-    return made, [name for name, module in made.named_modules() if isinstance(module, Float8Linear)]
+    transformer = Transformer(model, **parts)
+    float8.apply(transformer, scaling, keep, CPU)
+    return transformer, [name for name, module in transformer.named_modules() if isinstance(module, Float8Linear)]
 
 
 def matmuls_of(*layers: int) -> list[str]:
@@ -163,7 +163,7 @@ def matmuls_of(*layers: int) -> list[str]:
     return [f"blocks.{layer}.{name}" for layer in layers for name in (*names, "mlp.down")]
 
 
-def test_what_is_kept() -> None:
+def test_which_linears_are_converted() -> None:
     assert swapped("tensor", "ends")[1] == matmuls_of(1, 2)
     assert swapped("tensor", "head")[1] == matmuls_of(0, 1, 2, 3)
     assert swapped("row", "none")[1] == [*matmuls_of(0, 1, 2, 3), "head.linear"]
@@ -172,7 +172,7 @@ def test_what_is_kept() -> None:
     assert swapped("tensor", "ends", layers=range(2, 4), embed=False)[1] == matmuls_of(2)
 
 
-def test_names_and_parameters_stay() -> None:
+def test_names_and_parameters_are_unchanged() -> None:
     plain = Transformer(SMALL)
     before = dict(plain.named_parameters())
     float8.apply(plain, "tensor", "none", CPU)
@@ -190,7 +190,7 @@ def test_tied_ends_stay_tied() -> None:
     assert model.double().head.linear.weight is model.embed.tokens.weight
 
 
-def test_sizes_that_the_kernel_does_not_take_stay_plain() -> None:
+def test_sizes_that_the_kernel_does_not_support_stay_plain() -> None:
     odd = SMALL.model_copy(update={"ffn": 40, "kv_heads": 1})  # keys and values of 8
     assert swapped("tensor", "none", odd)[1] == [
         *(f"blocks.{layer}.attention.{name}" for layer in range(4) for name in ("qkv.q", "out")),
@@ -199,7 +199,7 @@ def test_sizes_that_the_kernel_does_not_take_stay_plain() -> None:
     assert swapped("block", "none")[1] == []
 
 
-def test_shared_experts_are_swapped_and_routed_ones_stay() -> None:
+def test_shared_experts_are_converted_and_routed_ones_are_not() -> None:
     moe = {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "shared_expert_ffn": 32, "shared_gate": True}
     mixed = Model(name="mixed", layers=1, hidden=32, heads=4, kv_heads=4, ffn=0, vocab=48, moe=moe)
     _, names = swapped("tensor", "head", mixed)
@@ -217,14 +217,14 @@ def loss_and_gradients(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("keep", get_args(Fp8Keep))
 def test_a_model_is_near_the_plain_one(scaling: Fp8Scaling, keep: Fp8Keep) -> None:
-    """Errors of one matmul, some 0.05, meet in a gradient that has passed through four layers of seven."""
+    """Errors of one matmul, some 0.05, add up in a gradient that has passed through four layers of seven."""
     plain, narrow = Transformer(SMALL), Transformer(SMALL)
     for model in (plain, narrow):
         initialize(model, 0, SMALL)
     float8.apply(narrow, scaling, keep, CPU)
-    (wanted, exact), (found, made) = loss_and_gradients(plain), loss_and_gradients(narrow)
+    (wanted, exact), (found, actual) = loss_and_gradients(plain), loss_and_gradients(narrow)
     assert 0 < abs(float(found / wanted) - 1) < 2e-3
-    assert max(error(made[name], exact[name]) for name in exact) < 0.25
+    assert max(error(actual[name], exact[name]) for name in exact) < 0.25
 
 
 class TestChunkedHead:
@@ -234,20 +234,22 @@ class TestChunkedHead:
         weight = (torch.randn(160, 64, generator=generator) * 0.2).requires_grad_()
         return x, weight, torch.randint(160, (48,), generator=generator)
 
-    def made(self, function: Callable[..., Tensor], chunk: int) -> tuple[Tensor, ...]:
+    def loss_and_grads(self, function: Callable[..., Tensor], chunk: int) -> tuple[Tensor, ...]:
         x, weight, targets = self.inputs()
         out = function(x, weight, targets, chunk)
         return out.detach(), *torch.autograd.grad(0.37 * out, [x, weight])
 
     def test_near_the_plain_one(self) -> None:
-        found, wanted = self.made(linear_cross_entropy, 16), self.made(loss.linear_cross_entropy, 16)
+        found, wanted = self.loss_and_grads(linear_cross_entropy, 16), self.loss_and_grads(loss.linear_cross_entropy, 16)
         assert 0 < abs(float(found[0] / wanted[0]) - 1) < 5e-3
         for narrow, exact in zip(found[1:], wanted[1:], strict=True):
             assert 0.02 < error(narrow, exact) < 0.1  # of logits, of their gradient in two bits, of the other operand
 
-    def test_chunks_do_not_matter(self) -> None:
+    def test_chunk_size_does_not_change_the_result(self) -> None:
         for chunk in (4, 16):  # twelve chunks, summed four at a time, or three at once
-            for found, wanted in zip(self.made(linear_cross_entropy, chunk), self.made(linear_cross_entropy, 48), strict=True):
+            for found, wanted in zip(
+                self.loss_and_grads(linear_cross_entropy, chunk), self.loss_and_grads(linear_cross_entropy, 48), strict=True
+            ):
                 assert error(found, wanted) < 1e-6
 
     def test_an_odd_number_of_tokens_stays_plain(self) -> None:
@@ -255,7 +257,7 @@ class TestChunkedHead:
         found, wanted = (each(x[:40], weight, targets[:40], 16) for each in (linear_cross_entropy, loss.linear_cross_entropy))
         assert torch.equal(found, wanted)
 
-    def test_it_takes_the_place_of_the_chunked_head(self) -> None:
+    def test_it_replaces_the_chunked_head(self) -> None:
         chunked = Transformer(SMALL)
         loss.apply(chunked)
         float8.apply(chunked, "tensor", "none", CPU)
@@ -266,7 +268,7 @@ class TestChunkedHead:
         assert not isinstance(kept.head, Float8Head)
 
     def test_without_gradients(self) -> None:
-        (x, weight, targets), wanted = self.inputs(), self.made(linear_cross_entropy, 16)[0]
+        (x, weight, targets), wanted = self.inputs(), self.loss_and_grads(linear_cross_entropy, 16)[0]
         with torch.no_grad():
             assert error(linear_cross_entropy(x, weight, targets, 16), wanted) < 1e-6
 
@@ -290,7 +292,7 @@ def test_a_block_is_one_graph(scaling: Fp8Scaling) -> None:
         initialize(model, 0, wide)
     torch._dynamo.reset()
     graph.each_block()[0].compile(backend="aot_eager", fullgraph=True)
-    (found, made), (wanted, exact) = loss_and_gradients(graph), loss_and_gradients(eager)
+    (found, actual), (wanted, exact) = loss_and_gradients(graph), loss_and_gradients(eager)
     torch.testing.assert_close(found, wanted)
     # The compiled norm rounds otherwise in the last bit of fp32, which moves a few numbers to their neighbour in fp8.
-    assert max(error(made[name], exact[name]) for name in exact) < 0.02
+    assert max(error(actual[name], exact[name]) for name in exact) < 0.02

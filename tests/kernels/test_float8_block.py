@@ -1,4 +1,4 @@
-"""The fused block in fp8 against the plain ones in fp8: joined matmuls and other scales must not change what is made."""
+"""The fused block in fp8 against the plain ones in fp8: joined matmuls and other scales must not change the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = Model(name="small", layers=3, hidden=64, heads=4, kv_heads=2, ffn=96, vo
 SIZES = {"attention.out": 0.25, "inputs": 4.0, "down": 0.0625}
 
 
-def made(is_fused: bool, keep: Fp8Keep, layers: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_grads(is_fused: bool, keep: Fp8Keep, layers: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and all gradients of a model in fp8; gains are no ones and weights differ in size, so that a mix-up shows."""
     model = Transformer(SMALL.model_copy(update={"layers": layers}))
     initialize(model, 0, SMALL)
@@ -47,20 +47,20 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("keep", "layers"), [("head", 1), ("none", 1), ("ends", 3), ("head", 3)])
-def test_it_makes_what_the_plain_block_makes(keep: Fp8Keep, layers: int) -> None:
+def test_it_computes_what_the_plain_block_computes(keep: Fp8Keep, layers: int) -> None:
     """Rows have powers of two of their own, and bounds are some too high: neither changes how a number rounds.
 
     Sums in another order do, for a few numbers on the edge between two of fp8, and each block passes that on: 0.03 is half of
     what one matmul in fp8 is off.
     """
-    (loss, gradients), (wanted, exact) = made(True, keep, layers), made(False, keep, layers)
+    (loss, gradients), (wanted, exact) = loss_and_grads(True, keep, layers), loss_and_grads(False, keep, layers)
     assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
     assert max(error(gradients[name], exact[name]) for name in exact) < 0.03
     near = sorted(error(gradients[name], exact[name]) for name in exact)
     assert near[len(near) // 2] < 2e-3
 
 
-def test_which_blocks_are_swapped() -> None:
+def test_which_blocks_are_converted() -> None:
     model = Transformer(SMALL)
     fused.apply(model)
     names = list(dict(model.named_parameters()))
@@ -70,7 +70,7 @@ def test_which_blocks_are_swapped() -> None:
     assert isinstance(model.each_block()[1], Float8Block)
 
 
-def test_the_bound_of_a_gate_holds_and_is_not_far() -> None:
+def test_the_gate_bound_holds_and_is_tight() -> None:
     """The gradients stay below the format's end, unclamped, and far above its beginning."""
     generator = torch.Generator().manual_seed(0)
     grad, both = torch.randn(64, 32, generator=generator), 3 * torch.randn(64, 64, generator=generator)
@@ -93,7 +93,7 @@ def test_a_tensor_has_the_largest_scale_of_its_rows() -> None:
     assert torch.equal(whole.data.float().t()[-1] * whole.scale, rows.data.float()[-1] * rows.scale[-1])
 
 
-def test_a_mask_of_documents_takes_the_plain_way() -> None:
+def test_document_masks_use_the_plain_block() -> None:
     plain, ours = (Transformer(SMALL) for _ in range(2))
     for model in (plain, ours):
         initialize(model, 0, SMALL)

@@ -24,7 +24,7 @@ NARROW, WIDE = (float8_gemm.NARROW, float8_gemm.WIDE) if DEVICE == "cuda" else (
 # What a GPU compiles differs by what it reads; the last size has full tiles alone, as a model's.
 KINDS = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
 TILES = [(32, 64), (40, 48), *([(256, 512)] if DEVICE == "cuda" else [])]
-FEW = {torch.float32: 0.01, torch.bfloat16: 0.05}  # in bf16 the twin rounds between its operators, too
+FEW = {torch.float32: 0.01, torch.bfloat16: 0.05}  # in bf16 the reference rounds between its operators, too
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU, and Triton does not interpret")
 
 
@@ -49,10 +49,10 @@ def there(*tensors: Tensor) -> list[Tensor]:
 
 def same(found: Tensor, wanted: Tensor, few: float = 0.01) -> None:
     """But for a few numbers that are neighbours, where the last bit before rounding differed."""
-    made, exact = found.cpu().float(), wanted.float()
-    assert made.shape == exact.shape
-    assert (made != exact).float().mean() < few
-    torch.testing.assert_close(made, exact, rtol=2 * torch.finfo(wanted.dtype).eps, atol=1e-3)
+    actual, exact = found.cpu().float(), wanted.float()
+    assert actual.shape == exact.shape
+    assert (actual != exact).float().mean() < few
+    torch.testing.assert_close(actual, exact, rtol=2 * torch.finfo(wanted.dtype).eps, atol=1e-3)
 
 
 def same_operand(data: Tensor, scale: Tensor, wanted: float8_gemm.GemmOperand, few: float = 0.01) -> None:
@@ -101,7 +101,7 @@ def test_casts_of_tiles(rows: int, columns: int, kind: torch.dtype, kernels: Mod
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), TILES)
-def test_a_norm_is_made_again_transposed(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
+def test_a_norm_is_recomputed_transposed(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
     x, gain = numbers(rows, columns, kind=kind), numbers(columns, seed=1, kind=kind)
     _, normed, roots = float8_block.norm_cast(x, None, gain, 1e-5)
     largest = float8_block.of_rows(normed)
@@ -122,7 +122,7 @@ def test_gate_backward_cast(rows: int, width: int, kind: torch.dtype, kernels: M
         same_operand(data, of_data, operand, FEW[kind])
 
 
-def test_what_is_not_a_number_stays_so(kernels: ModuleType) -> None:
+def test_nan_propagates(kernels: ModuleType) -> None:
     x = numbers(16, 32)
     x[3, 5], x[4, 6] = float("nan"), float("inf")
     (x,) = there(x)

@@ -54,7 +54,7 @@ def test_scaled_positions_in_a_fused_block(scaling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_the_fused_block_is_the_plain_block(joined: bool) -> None:
+def test_the_fused_block_equals_the_plain_block(joined: bool) -> None:
     plain, ours = built(), built()
     fused.apply(ours)
     if joined:
@@ -80,12 +80,12 @@ def test_joined_weights_are_one_view_and_others_a_copy() -> None:
     fused.apply(model)
     block = model.each_block()[0]
     weights = tuple(block.attention.qkv.parameters())
-    apart = fused.joined(*weights)
-    assert apart.data_ptr() != weights[0].data_ptr()
+    copied = fused.joined(*weights)
+    assert copied.data_ptr() != weights[0].data_ptr()
     fused.join(model)
     together = fused.joined(*weights)
     assert together.data_ptr() == weights[0].data_ptr()
-    assert torch.equal(together, apart)
+    assert torch.equal(together, copied)
     assert fused.joined(weights[1], weights[0]).data_ptr() != weights[1].data_ptr()  # in memory, but in another order
 
 
@@ -107,7 +107,7 @@ def kept_bytes(block: Block) -> int:
     return sum(kept.values())
 
 
-def test_the_outputs_of_norms_and_gate_are_not_kept() -> None:
+def test_outputs_of_norms_and_gate_are_not_saved() -> None:
     """Kept are both residuals, q, k and v, attention's output, gate and up, and a few numbers per row and head."""
     model = built()
     fused.apply(model)
@@ -116,7 +116,7 @@ def test_the_outputs_of_norms_and_gate_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_what_a_block_gives_is_no_view(in_fp8: bool) -> None:
+def test_a_blocks_output_is_not_a_view(in_fp8: bool) -> None:
     """FSDP2 hangs a hook on it, and warns of views."""
     model = built().float()
     fused.apply(model)
@@ -128,7 +128,7 @@ def test_what_a_block_gives_is_no_view(in_fp8: bool) -> None:
     assert out._base is None
 
 
-def test_a_mask_of_documents_takes_the_plain_way() -> None:
+def test_document_masks_use_the_plain_block() -> None:
     plain, ours = built(), built()
     fused.apply(ours)
     tokens, documents = torch.arange(9).unsqueeze(0), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])

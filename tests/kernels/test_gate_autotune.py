@@ -1,4 +1,4 @@
-"""Where gates are computed is chosen by time: only on a GPU, only in fused blocks, and never at the cost of a run."""
+"""The kernel of the gated MLP is selected by time: only on a GPU, only in fused blocks; a failure never ends the run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def job() -> Job:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Made-up times: within matmuls is faster."""
+def timed_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Fake times: gated GEMMs are faster. Returns the timed shapes."""
     shapes: list[tuple[int, int, int]] = []
 
-    def times_ms(ways: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, *_: object) -> dict[str, float]:
+    def times_ms(kernels: dict[str, GatedMLPKernel], tokens: int, hidden: int, ffn: int, *_: object) -> dict[str, float]:
         shapes.append((tokens, hidden, ffn))
-        return {name: 8.1 if isinstance(way, gated_gemm.GatedGemmKernel) else 9.0 for name, way in ways.items()}
+        return {name: 8.1 if isinstance(kernel, gated_gemm.GatedGemmKernel) else 9.0 for name, kernel in kernels.items()}
 
     monkeypatch.setattr(autotune, "_mlp_ms", times_ms)
     monkeypatch.setattr(optional_kernels, "installed", lambda _: True)
@@ -45,22 +45,22 @@ def blocks_of(found: autotune.MLPTimes) -> list[GatedMLPKernel]:
     return [block.mlp_kernel for block in model.each_block() if isinstance(block, FusedBlock)]
 
 
-def test_the_faster_way_runs_in_every_fused_block(asked: list[tuple[int, int, int]]) -> None:
+def test_every_fused_block_uses_the_faster_kernel(timed_shapes: list[tuple[int, int, int]]) -> None:
     found = autotune.fastest_mlp(job(), Layout(mbs=3), training_of(), torch.bfloat16, GPU)
     assert str(found) == "gates: within matmuls 8.10 ms, between them 9.00 ms"
-    assert asked == [(3 * job().seq, 128, 256)]
+    assert timed_shapes == [(3 * job().seq, 128, 256)]
     assert found is not None
-    ways = blocks_of(found)
-    assert len(ways) == job().model.layers
-    assert all(isinstance(way, gated_gemm.GatedGemmKernel) for way in ways)
+    kernels = blocks_of(found)
+    assert len(kernels) == job().model.layers
+    assert all(isinstance(kernel, gated_gemm.GatedGemmKernel) for kernel in kernels)
     assert all(
-        isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(autotune.MLPTimes(8.0, 8.1))
+        isinstance(kernel, gated_gemm.GatedGemmKernel) for kernel in blocks_of(autotune.MLPTimes(8.0, 8.1))
     )  # as good as equal
-    assert not any(isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(autotune.MLPTimes(8.0, 8.2)))
+    assert not any(isinstance(kernel, gated_gemm.GatedGemmKernel) for kernel in blocks_of(autotune.MLPTimes(8.0, 8.2)))
 
 
-@pytest.mark.usefixtures("asked")
-def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("timed_shapes")
+def test_nothing_is_timed_without_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = training_of(kernels="eager")
     assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, CPU) is None
     assert autotune.fastest_mlp(job(), Layout(tp=2), training_of(), torch.bfloat16, GPU) is None
@@ -71,7 +71,7 @@ def test_nothing_is_timed_where_there_is_no_choice(monkeypatch: pytest.MonkeyPat
     assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, GPU) is None
 
 
-def test_a_run_does_without_quack_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_falls_back_where_quack_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> dict[str, float]:
         raise TypeError("no such tile\nand more")
 
@@ -80,10 +80,10 @@ def test_a_run_does_without_quack_where_it_fails(monkeypatch: pytest.MonkeyPatch
     found = autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, GPU)
     assert str(found) == "gates: between matmuls; quack's kernels do not run here: TypeError: no such tile"
     assert found is not None
-    assert not any(isinstance(way, gated_gemm.GatedGemmKernel) for way in blocks_of(found))
+    assert not any(isinstance(kernel, gated_gemm.GatedGemmKernel) for kernel in blocks_of(found))
 
 
-def test_without_memory_for_the_products_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_timing_selects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -92,8 +92,8 @@ def test_without_memory_for_the_products_nothing_is_chosen(monkeypatch: pytest.M
     assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, GPU) is None
 
 
-def test_pieces_are_timed_in_turns() -> None:
-    class Piece:
+def test_kernels_are_timed_in_turns() -> None:
+    class FakeGraph:
         def __init__(self, ms: float) -> None:
             self.ms = ms
 
@@ -102,6 +102,6 @@ def test_pieces_are_timed_in_turns() -> None:
             return [self.ms] * replays
 
     turns: list[tuple[float, int]] = []
-    pieces = cast(dict[str, autotune.TimedGraph], {"long": Piece(5.0), "short": Piece(0.01)})
-    assert autotune.in_turns_ms(pieces, rounds=2, turn_ms=100.0) == {"long": 5.0, "short": 0.01}
+    graphs = cast(dict[str, autotune.TimedGraph], {"long": FakeGraph(5.0), "short": FakeGraph(0.01)})
+    assert autotune.in_turns_ms(graphs, rounds=2, turn_ms=100.0) == {"long": 5.0, "short": 0.01}
     assert turns == [(5.0, 1), (5.0, 5), (0.01, 1), (0.01, 2500)] * 2

@@ -16,10 +16,10 @@ from ultrascale.model.transformer import IGNORED, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.train.memory import LiveBytes
 
-Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32) -> Made:
+def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32) -> Inputs:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, hidden, generator=generator) * hidden**-0.5).to(dtype).requires_grad_()
@@ -30,9 +30,9 @@ def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch
     return F.cross_entropy((x @ weight.t()).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def close(made: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> None:
-    assert made.dtype == wanted.dtype
-    assert float((made - wanted).abs().max()) <= bound * max(1.0, float(wanted.abs().max()))
+def close(actual: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> None:
+    assert actual.dtype == wanted.dtype
+    assert float((actual - wanted).abs().max()) <= bound * max(1.0, float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(("tokens", "hidden", "vocab", "chunk"), [(12, 8, 40, 4), (13, 5, 33, 4), (7, 3, 2, 100), (1, 4, 9, 1)])
@@ -46,8 +46,8 @@ def test_value_and_gradients_of_whole_logits(tokens: int, hidden: int, vocab: in
     close(found.detach(), wanted.detach())
     # The weight of a token's loss comes with backward: 0.37 stands for it.
     pairs = zip(torch.autograd.grad(0.37 * found, [x, weight]), torch.autograd.grad(0.37 * wanted, [x, weight]), strict=True)
-    for made, reference in pairs:
-        close(made, reference)
+    for actual, reference in pairs:
+        close(actual, reference)
 
 
 def test_bf16_sums_the_weight_gradient_of_many_chunks_in_fp32() -> None:
@@ -55,19 +55,19 @@ def test_bf16_sums_the_weight_gradient_of_many_chunks_in_fp32() -> None:
     x, weight, targets = inputs(256, 16, 50, torch.bfloat16)
     found = torch.autograd.grad(linear_cross_entropy(x, weight, targets, 4), [x, weight])
     wide = [one.detach().float().requires_grad_() for one in (x, weight)]
-    for made, exact in zip(found, torch.autograd.grad(plain(*wide, targets), wide), strict=True):
-        assert made.dtype == torch.bfloat16
-        close(made.float(), exact, bound=2.0**-7)
+    for actual, exact in zip(found, torch.autograd.grad(plain(*wide, targets), wide), strict=True):
+        assert actual.dtype == torch.bfloat16
+        close(actual.float(), exact, bound=2.0**-7)
 
 
-def test_it_holds_a_chunk_of_logits_at_a_time_and_keeps_none() -> None:
+def test_one_chunk_of_logits_is_live_at_a_time_and_none_is_saved() -> None:
     tokens, hidden, vocab, chunk = 512, 4, 1000, 16
     x, weight, targets = inputs(tokens, hidden, vocab)
     live = LiveBytes()
     with live:
         found = linear_cross_entropy(x, weight, targets, chunk)
     whole = 4 * tokens * vocab
-    assert live.peak < whole / 4  # the plain twin of the kernel has a few copies of its chunk
+    assert live.peak < whole / 4  # the plain reference of the kernel has a few copies of its chunk
     del found
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes) or one, lambda one: one):  # type: ignore[func-returns-value]
@@ -75,7 +75,7 @@ def test_it_holds_a_chunk_of_logits_at_a_time_and_keeps_none() -> None:
     assert sorted(kept) == sorted([x.nbytes, weight.nbytes])
 
 
-def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, targets = inputs(10, 4, 20)
     wanted = plain(x, weight, targets)
     monkeypatch.setattr(loss, "accumulate_matmul", None)
@@ -86,13 +86,13 @@ def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_with_it_is_the_model_without(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_chunked_loss_equals_one_without(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied ends: the gradient of the embedding is the sum of both uses."""
     monkeypatch.setattr(loss, "linear_cross_entropy", partial(linear_cross_entropy, chunk=5))
     model = Model(name="tiny", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64, tied_embeddings=tied)
     one, other = Transformer(model), Transformer(model)
-    for made in (one, other):
-        initialize(made, 0, model)
+    for transformer in (one, other):
+        initialize(transformer, 0, model)
     loss.apply(other)
     assert isinstance(other.head, ChunkedHead)
     assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()]
@@ -100,12 +100,15 @@ def test_a_model_with_it_is_the_model_without(tied: bool, monkeypatch: pytest.Mo
     targets = tokens.flip(-1).clone()
     targets[0, :3] = IGNORED
     assert torch.equal(one(tokens, positions), other(tokens, positions))
-    totals = [made(tokens, positions, targets) for made in (one, other)]
+    totals = [transformer(tokens, positions, targets) for transformer in (one, other)]
     close(totals[1].detach(), totals[0].detach())
-    gradients = [torch.autograd.grad(total, list(made.parameters())) for total, made in zip(totals, (one, other), strict=True)]
-    for made_gradient, wanted in zip(gradients[1], gradients[0], strict=True):
-        close(made_gradient, wanted, bound=2e-6)
+    gradients = [
+        torch.autograd.grad(total, list(transformer.parameters()))
+        for total, transformer in zip(totals, (one, other), strict=True)
+    ]
+    for actual, wanted in zip(gradients[1], gradients[0], strict=True):
+        close(actual, wanted, bound=2e-6)
 
 
-def test_the_law_counts_the_same_chunk() -> None:
+def test_the_memory_model_counts_the_same_chunk() -> None:
     assert loss.CHUNK == activations.LOSS_CHUNK

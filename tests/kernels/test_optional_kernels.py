@@ -1,4 +1,4 @@
-"""Optional packages that are half installed or fail: one note, and the run goes on with the plain kernel."""
+"""Optional packages that are half installed or fail: one note, and the run falls back to the plain kernel."""
 
 from __future__ import annotations
 
@@ -108,36 +108,36 @@ def notes(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("note:")]
 
 
-def attended(way: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 24, heads, 16, generator=made).requires_grad_() for heads in (4, 2, 2)]
-    out = way(*inputs)
-    return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=made))]
+def attended(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 24, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    out = attention(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=generator))]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", FLASH)
-def test_attention_goes_on_with_torchs_and_one_note(
+def test_attention_falls_back_to_torch_with_one_note(
     case: str, compiled: bool, install: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    files, said = FLASH[case]
+    files, reason = FLASH[case]
     install(files)
     assert FLASH_ATTENTION_4.why_not(torch.bfloat16) is None
     assert "flash_attn" not in sys.modules  # found without running any of its code
-    way = torch.compile(flash.attend, fullgraph=True, backend="aot_eager") if compiled else flash.attend
+    attention = torch.compile(flash.attend, fullgraph=True, backend="aot_eager") if compiled else flash.attend
     wanted = attended(lambda q, k, v: causal_attention(q, k, v, 16**-0.5))
     for _ in range(2):
-        for found, other in zip(attended(way), wanted, strict=True):
+        for found, other in zip(attended(attention), wanted, strict=True):
             torch.testing.assert_close(found, other)
     (note,) = notes(capfd)
-    assert note.startswith(f"note: flash-attn-4 failed ({said}")
+    assert note.startswith(f"note: flash-attn-4 failed ({reason}")
     assert note.endswith("the run goes on with torch's attention")
 
 
 @pytest.mark.parametrize("case", QUACKS)
-def test_gates_go_on_plainly_and_with_one_note(case: str, install: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gates_fall_back_to_plain_operators_with_one_note(case: str, install: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Losses and every gradient of blocks whose gates quack should have computed."""
-    files, said = QUACKS[case]
+    files, reason = QUACKS[case]
     install(files)
     assert QUACK.why_not(torch.bfloat16) is None
     assert "quack" not in sys.modules
@@ -148,11 +148,11 @@ def test_gates_go_on_plainly_and_with_one_note(case: str, install: Any, capfd: p
         block.mlp_kernel = gated_gemm.GatedGemmKernel()
     train_alike(plain, ours)
     (note,) = notes(capfd)
-    assert note.startswith(f"note: quack-kernels failed ({said}")
+    assert note.startswith(f"note: quack-kernels failed ({reason}")
 
 
-class Once:
-    """In the place of recorded launches, which need a GPU."""
+class RunOnce:
+    """Replaces the timing by CUDA graphs, which needs a GPU."""
 
     def __init__(self, action: Callable[[], object], device: torch.device) -> None:
         action()
@@ -162,26 +162,26 @@ class Once:
 
 
 @pytest.mark.parametrize("case", FLASH)
-def test_a_choice_of_attention_says_what_failed(
+def test_attention_autotune_reports_the_failure(
     case: str, install: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(FLASH[case][0])
-    monkeypatch.setattr(autotune, "TimedGraph", Once)
+    monkeypatch.setattr(autotune, "TimedGraph", RunOnce)
     found = autotune.time_attention(autotune.AttentionShape(1, 16, 2, 2, 16, torch.bfloat16), CPU)
     assert found is not None
     assert list(found.times_ms) == ["flash"]
     assert f"; FlashAttention 4 does not run here: {FLASH[case][1]}" in str(found)
-    assert notes(capfd) == []  # the line above is told by the run
+    assert notes(capfd) == []  # the run prints the line above
     assert not FLASH_ATTENTION_4.failure
 
 
 @pytest.mark.parametrize("case", QUACKS)
-def test_a_choice_of_gates_says_what_failed(
+def test_gate_autotune_reports_the_failure(
     case: str, install: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install(QUACKS[case][0])
     times = autotune._mlp_ms
-    monkeypatch.setattr(autotune, "TimedGraph", Once)
+    monkeypatch.setattr(autotune, "TimedGraph", RunOnce)
     monkeypatch.setattr(autotune, "in_turns_ms", lambda pieces, *_: dict.fromkeys(pieces, 1.0))
     monkeypatch.setattr(autotune, "_mlp_ms", lambda *given: times(*given[:-1], CPU))
     small = job_of("llama")
@@ -192,7 +192,7 @@ def test_a_choice_of_gates_says_what_failed(
     assert not QUACK.failure
 
 
-def test_want_of_memory_is_no_fault_of_a_package() -> None:
+def test_out_of_memory_does_not_disable_a_package() -> None:
     def fail(error: BaseException) -> None:
         raise error
 
@@ -203,13 +203,13 @@ def test_want_of_memory_is_no_fault_of_a_package() -> None:
         assert not package.failure
 
 
-def test_only_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints_the_note(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for rank, told in ((0, 1), (3, 0)):
+    for rank, printed in ((0, 1), (3, 0)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         package = OptionalPackage("p", "p", "plain")
         assert package.call(lambda: 1 // 0, lambda: 5) == 5
-        assert len(notes(capfd)) == told
+        assert len(notes(capfd)) == printed
 
 
 def test_what_is_installed(install: Any, tmp_path: Path) -> None:

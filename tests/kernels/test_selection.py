@@ -1,4 +1,4 @@
-"""Which of the engine's own kernels run where, and what is said where blocks stay plain."""
+"""Which of the engine's own kernels run where, and the reason where blocks stay plain."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_fp16_has_its_loss_whole() -> None:
         ("llama", {"head_dim": 24}, "heads of 24"),
     ],
 )
-def test_what_is_not_fused_is_said(family: str, fields: dict[str, Any], word: str) -> None:
+def test_unfused_blocks_are_reported(family: str, fields: dict[str, Any], word: str) -> None:
     job = job_of(family)
     job = job.model_copy(update={"model": job.model.model_copy(update=fields)})
     assert word in (why_not_fused(job, Layout(), training_of()) or "")
 
 
-def test_documents_and_words_are_said() -> None:
+def test_document_masks_and_options_are_reported() -> None:
     assert "documents" in (why_not_fused(job_of("llama"), Layout(), training_of(document_mask=True)) or "")
     assert "eager" in (why_not_fused(job_of("llama"), Layout(), training_of(kernels="eager")) or "")

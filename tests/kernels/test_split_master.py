@@ -42,7 +42,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch, own: Kernels) -> Engine:
 
 @pytest.mark.parametrize("there", [Kernels(adamw=True), Kernels()], ids=["halves", "whole"])
 def test_a_checkpoint_is_the_same_in_halves(there: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept are whole fp32 masters: either kind of engine goes on from the other's, bit by bit."""
+    """Checkpoints have whole fp32 masters: either kind of engine resumes from the other's, bitwise equal."""
     source = _engine(monkeypatch, Kernels(adamw=True))
     assert all(weight.is_split for weight in source.weights)
     for number, weight in enumerate(source.weights):

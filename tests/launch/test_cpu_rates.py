@@ -1,4 +1,4 @@
-"""The law of passes between matmuls against what torch really dispatches, and what rates are made of."""
+"""The model of elementwise memory traffic against the operators torch dispatches, and how rates are measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Passed(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["tiny", "mini"])
-def test_a_layer_passes_over_as_much_as_the_law_says(name: str) -> None:
+def test_a_layers_memory_traffic_equals_the_model(name: str) -> None:
     model, layout = Model.load(name), Layout(mbs=4)
     cluster = cpu_cluster(1, CPURates(1e10, BANDWIDTH, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**34)
     job = Job(model=model, cluster=cluster, seq=SEQ, batch_tokens=4 * SEQ, precision="fp32")
@@ -57,7 +57,7 @@ def test_a_layer_passes_over_as_much_as_the_law_says(name: str) -> None:
     assert backward.bytes / BANDWIDTH == pytest.approx(float(law.input_grad[0]), rel=0.06)
 
 
-def test_what_is_timed_passes_over_as_much_as_is_counted() -> None:
+def test_timed_operators_have_the_counted_memory_traffic() -> None:
     act = cpu_rates._passes(SEQ)
     act()  # the first finds no gradient to add to
     with Passed() as timed:
@@ -65,7 +65,7 @@ def test_what_is_timed_passes_over_as_much_as_is_counted() -> None:
     assert timed.bytes == pytest.approx(SEQ * cpu_rates._passed_bytes(), rel=0.06)
 
 
-def test_the_time_of_a_score_is_taken_apart() -> None:
+def test_attention_score_time_is_split_into_its_parts() -> None:
     scores, softmax_s, matmul_s = 4 * 512 * 512, 1e-9, 2e-11
 
     def attended(width: int) -> tuple[float, float]:

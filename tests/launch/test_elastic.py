@@ -1,4 +1,4 @@
-"""Launchers that start a failed job anew: it goes on from what was kept, by itself, on one host and on two."""
+"""Elastic launchers: a failed job restarts and resumes from its last checkpoint, on one host and on two."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def wait_for_a_checkpoint(run: Path, agents: list[subprocess.Popen[str]]) -> Non
 
 
 def ended(agents: list[subprocess.Popen[str]]) -> str:
-    told = "".join(one.communicate(timeout=LIMIT_S)[0] for one in agents)
-    assert [one.returncode for one in agents] == [0] * len(agents), told
-    return told
+    output = "".join(one.communicate(timeout=LIMIT_S)[0] for one in agents)
+    assert [one.returncode for one in agents] == [0] * len(agents), output
+    return output
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
@@ -70,8 +70,8 @@ def test_a_killed_worker_restarts_from_the_last_checkpoint(tmp_path: Path) -> No
     one = agent(run, "--standalone")
     wait_for_a_checkpoint(run, [one])
     os.kill(worker_of(one.pid, 1), signal.SIGKILL)
-    told = ended([one])
-    assert "resuming from" in told
+    output = ended([one])
+    assert "resuming from" in output
     assert [step for step, _ in curve(run)] == list(range(1, STEPS + 1))
     environment = json.loads((run / "env.json").read_text())
     assert environment["resumed_from"] is not None
@@ -84,9 +84,9 @@ def test_two_hosts_recover_from_a_killed_worker(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-hosts"]
+    rendezvous = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-hosts"]
     run = tmp_path / "run"
-    agents = [agent(run, *meeting, "--local-addr=127.0.0.1") for _ in range(2)]
+    agents = [agent(run, *rendezvous, "--local-addr=127.0.0.1") for _ in range(2)]
     wait_for_a_checkpoint(run, agents)
     os.kill(worker_of(agents[1].pid, 0), signal.SIGKILL)
     ended(agents)

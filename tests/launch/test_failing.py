@@ -1,4 +1,4 @@
-"""Faults that are injected into a run of several ranks: each ends all of them in seconds, and says who, where and when."""
+"""Injected faults in a run of several ranks: each ends all ranks in seconds and names rank, place and step."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def describe(rank: int) -> str:
 
 
 def rank_of_a_run(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat, fault: Callable[[], None]) -> float:
-    """A loop with an exchange over each axis, watched; the fault strikes one rank in the middle."""
+    """A loop with a collective over each axis, under the watchdog; the fault is injected into one rank in the middle."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc, timeout=timedelta(seconds=20))
     mesh = Mesh.build(LAYOUT, kv_heads=2, rank=rank)
     total = 0.0
-    with Watchdog(heartbeat, rank, nproc, 3.0, describe, local.report) as dog:
+    with Watchdog(heartbeat, rank, nproc, 3.0, describe, local.report) as watchdog:
         try:
             for step in range(1, STEPS + 1):
-                dog.at(step, "forward and backward")
+                watchdog.at(step, "forward and backward")
                 comm.all_reduce(torch.ones(8), mesh.tp)
                 if rank == VICTIM and step == AT:
                     fault()
                 comm.all_reduce(torch.ones(8), mesh.data)
-                dog.at(step, "optimizer")
+                watchdog.at(step, "optimizer")
                 total += float(comm.all_reduce(torch.ones(1), mesh.world))
         except RuntimeError as error:
-            raise (RunError(dog.explain(error)) if lost_a_peer(error) else error) from error
+            raise (RunError(watchdog.explain(error)) if lost_a_peer(error) else error) from error
     return total
 
 
@@ -77,7 +77,7 @@ def divide() -> None:
     raise ZeroDivisionError("division by zero, of all things")
 
 
-def test_without_a_fault_it_runs_through() -> None:
+def test_without_a_fault_it_succeeds() -> None:
     heartbeat = SharedMemoryHeartbeat(WORLD)
     assert local.run(healthy, WORLD, heartbeat, timeout_s=60) == [float(STEPS * WORLD)] * WORLD
 
@@ -86,7 +86,7 @@ def healthy(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat)
     return rank_of_a_run(rank, nproc, store, heartbeat, lambda: None)
 
 
-def test_a_killed_rank_ends_all_with_its_name_place_step_and_phase() -> None:
+def test_a_killed_rank_ends_all_and_is_named_with_coordinates_step_and_phase() -> None:
     text, seconds = run(kill)
     assert text.startswith("rank 2 (dp 1, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert f"it was at step {AT}, forward and backward" in text
@@ -100,7 +100,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
     assert seconds < 10
 
 
-def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
+def test_a_stopped_rank_is_named_by_waiting_ranks() -> None:
     text, seconds = run(stop)
     assert "rank 2 (dp 1, tp 0) is silent: stopped, dead or out of reach; it last said " in text
     assert f"step {AT}, forward and backward" in text
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "exchange"),
+    ("layout", "collective"),
     [
         (Layout(dp=2, zero=3, gas=2), "all_gather of FSDP2, over dp"),
         (Layout(pp=2, gas=4), "recv over pp"),
@@ -118,12 +118,12 @@ def test_a_stopped_rank_is_named_by_those_that_wait_for_it() -> None:
     ],
     ids=str,
 )
-def test_the_engines_own_exchanges_are_named(layout: Layout, exchange: str) -> None:
+def test_the_engines_collectives_are_named(layout: Layout, collective: str) -> None:
     heartbeat = SharedMemoryHeartbeat(2)
     with pytest.raises(RunError) as caught:
         local.run(engine_rank, 2, heartbeat, layout, timeout_s=60)
     assert "rank 0 has not moved for" in str(caught.value)
-    assert exchange in str(caught.value).splitlines()[0]
+    assert collective in str(caught.value).splitlines()[0]
     assert "rank 1 is silent" in str(caught.value)
 
 
@@ -132,9 +132,9 @@ def engine_rank(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartb
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     engine = engine_of(job_of("llama"), layout, training_of(), rank)
     engine.step(0)  # the first may take seconds on a busy machine, and is not what is watched
-    with Watchdog(heartbeat, rank, nproc, 3.0, lambda rank: "", local.report) as dog:
+    with Watchdog(heartbeat, rank, nproc, 3.0, lambda rank: "", local.report) as watchdog:
         for step in range(2, 5):
-            dog.at(step, "forward and backward")
+            watchdog.at(step, "forward and backward")
             if rank == 1 and step == 3:
                 stop()
             engine.step(step - 1)
@@ -147,7 +147,7 @@ def alone(rank: int, nproc: int, store: str) -> None:
     init(RankInfo(rank, nproc, rank, nproc, store), torch.device("cpu"), timeout_s=1)
 
 
-def test_a_peer_that_never_comes_is_a_sentence() -> None:
+def test_a_peer_that_never_joins_is_a_clear_error() -> None:
     with pytest.raises(RunError, match=r"^rank [01] did not meet the other ranks of 3 at file:///") as caught:
         local.run(alone, 3, timeout_s=40)
     assert not isinstance(caught.value, RankError)

@@ -1,4 +1,4 @@
-"""SIGKILL of a rank, the parent or all at any moment from process start on: resumed until it ends, the run is the same run."""
+"""SIGKILL of a rank, the parent or all at any time from process start on: resumed to its end, the run is the same."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def members(leader: int) -> list[int]:
 
 
 def kill(leader: int, victim: str) -> bool:
-    """Whether there was somebody to kill."""
+    """Whether a process was alive to be killed."""
     ranks = [pid for pid in members(leader) if pid != leader]
-    chosen = {"parent": [leader], "all": [*ranks, leader], "rank 0": ranks[:1], "rank 1": ranks[1:2]}[victim]
-    alive = [pid for pid in chosen if state(pid) not in ("Z", "")]
+    victims = {"parent": [leader], "all": [*ranks, leader], "rank 0": ranks[:1], "rank 1": ranks[1:2]}[victim]
+    alive = [pid for pid in victims if state(pid) not in ("Z", "")]
     for pid in alive:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, and go on: nothing kept is lost, and the curve is the one of a run left in peace."""
+"""Runs that are killed at any time and resume: no checkpoint is lost, and the curve is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def in_a_group_of_its_own(work: Callable[..., Any], *arguments: Any) -> Any:
     return process
 
 
-def trained(asked: Request, out: Path) -> None:
-    launcher.train(asked, out, asked.layout.gpus, quiet=True)
+def trained(requested: Request, out: Path) -> None:
+    launcher.train(requested, out, requested.layout.gpus, quiet=True)
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:
@@ -67,7 +67,7 @@ def curve(run: Path) -> list[tuple[int, float, float]]:
 
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A run that nobody disturbs, and the seconds from its first checkpoint to its end."""
+    """An undisturbed run, and the seconds from its first checkpoint to its end."""
     torch.set_num_threads(1)
     run = tmp_path_factory.mktemp("peaceful") / "run"
     process = in_a_group_of_its_own(trained, request(), run)
@@ -86,7 +86,7 @@ def wait_for(run: Path, limit_s: float = 60) -> float:
 
 
 def killed_and_resumed(run: Path, delay_s: float, *words: str) -> int:
-    """Kills the run so long after its first checkpoint, goes on with it; the step it went on from."""
+    """Kills the run so long after its first checkpoint and resumes it; returns the step it resumed from."""
     process = in_a_group_of_its_own(trained, request(), run)
     wait_for(run)
     time.sleep(delay_s)
@@ -98,7 +98,7 @@ def killed_and_resumed(run: Path, delay_s: float, *words: str) -> int:
         again = in_a_group_of_its_own(trained, from_checkpoint(source, Overrides.parse(words)), run)
         again.join()
         assert again.exitcode == 0
-        assert not list((run / "checkpoints").glob(".*"))  # who had all its steps when it was killed does not go on
+        assert not list((run / "checkpoints").glob(".*"))  # a run that had all its steps when it was killed does not resume
     return source.step
 
 
@@ -118,21 +118,21 @@ def tried(tmp_path: Path, peaceful: tuple[Path, float], times: int, seed: int) -
     assert len(set(steps)) > 1, "the kills fell on one step: the delays are no longer spread over the run"
 
 
-def test_ten_runs_killed_at_random_go_on(tmp_path: Path, peaceful: tuple[Path, float]) -> None:
+def test_ten_runs_killed_at_random_resume(tmp_path: Path, peaceful: tuple[Path, float]) -> None:
     tried(tmp_path, peaceful, 10, seed=1)
 
 
 @pytest.mark.slow
-def test_a_hundred_runs_killed_at_random_go_on(tmp_path: Path, peaceful: tuple[Path, float]) -> None:
+def test_a_hundred_runs_killed_at_random_resume(tmp_path: Path, peaceful: tuple[Path, float]) -> None:
     tried(tmp_path, peaceful, 100, seed=2)
 
 
 def write(run: Path, value: float) -> None:
     """A checkpoint of one tensor, step = value."""
-    asked, step = request(), int(value)
+    requested, step = request(), int(value)
     folder = checkpoint.partial_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    state = CheckpointState(step=step, job=asked.job, layout=asked.layout, training=asked.training)
+    state = CheckpointState(step=step, job=requested.job, layout=requested.layout, training=requested.training)
     pieces = {"model": {"weight": TensorSlice.whole((4,), lambda: torch.full((4,), value))}}
     save(pieces, folder, lambda sums: checkpoint.commit(run, state, sums, keep=1), None)
 
@@ -159,11 +159,11 @@ def test_a_kill_between_any_two_calls_leaves_a_whole_checkpoint(tmp_path: Path) 
         found.append(newest.step)
     assert code == 0
     assert calls > 8
-    assert found == sorted(found)  # the old one up to some moment, the new one from then on
+    assert found == sorted(found)  # the old one up to some call, the new one from then on
     assert {1, 2} == set(found)
 
 
-def test_what_is_there_is_taken_even_when_latest_says_nothing(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_used_without_a_latest_file(tmp_path: Path) -> None:
     write(tmp_path, 1.0)
     (tmp_path / "checkpoints" / "latest").write_text("step-000099\n")
     assert checkpoint.latest(tmp_path).step == 1
@@ -197,12 +197,12 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, start: Any, number: sig
         assert time.monotonic() < until
         time.sleep(0.02)
     process.send_signal(number)
-    told, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     source = checkpoint.latest(tmp_path / "run")
     assert source.step == curve(tmp_path / "run")[-1][0] >= 2
-    assert f"stopped by {number.name} after step {source.step} of 100000; checkpoint {source.folder.name}" in told
-    assert f"resume with ultrascale train --resume {tmp_path / 'run'}" in told.replace("\n", " ")
+    assert f"stopped by {number.name} after step {source.step} of 100000; checkpoint {source.folder.name}" in output
+    assert f"resume with ultrascale train --resume {tmp_path / 'run'}" in output.replace("\n", " ")
     assert (source.training.steps, source.layout.dp) == (100_000, world)
 
 
@@ -212,7 +212,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "expected"),
     [
         (
             signal.SIGKILL,
@@ -229,8 +229,8 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     ],
     ids=["killed", "stopped"],
 )
-def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(
-    tmp_path: Path, start: Any, number: signal.Signals, told: list[str]
+def test_a_dead_rank_is_named_and_no_checkpoint_is_lost(
+    tmp_path: Path, start: Any, number: signal.Signals, expected: list[str]
 ) -> None:
     run = tmp_path / "run"
     words = [
@@ -248,12 +248,12 @@ def test_a_rank_that_is_gone_is_named_and_nothing_is_lost(
     ranks = children(process)
     os.kill(ranks[1], number)
     at = time.monotonic()
-    _, said = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
     assert time.monotonic() - at < 3 + 10  # its limit, and what ending the ranks may take
     assert process.returncode == 1
-    for line in told:
-        assert re.search(line, said), said
+    for line in expected:
+        assert re.search(line, output), output
     kept = checkpoint.latest(run)
-    assert f"The last checkpoint is {kept.folder.name}: go on with ultrascale train --resume {run}" in said
+    assert f"The last checkpoint is {kept.folder.name}: go on with ultrascale train --resume {run}" in output
     assert all(tensor.isfinite().all() for tensor in map(kept.tensor, kept.shapes()))
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]

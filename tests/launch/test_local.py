@@ -25,7 +25,7 @@ from ultrascale.specs.errors import RunError, SpecError
 torch.set_num_threads(1)
 
 
-def test_results_come_in_the_order_of_ranks() -> None:
+def test_results_are_ordered_by_rank() -> None:
     assert local.run(slower_first, 3, "x", timeout_s=30) == [(0, 3, "x"), (1, 3, "x"), (2, 3, "x")]
 
 
@@ -34,7 +34,7 @@ def slower_first(rank: int, nproc: int, store: str, word: str) -> tuple[int, int
     return rank, nproc, word
 
 
-def test_ranks_meet_at_the_store_and_it_is_gone_afterwards() -> None:
+def test_the_rendezvous_store_is_removed_after_the_run() -> None:
     results = local.run(summed, 3, timeout_s=30)
     assert [total for total, _ in results] == [3.0, 3.0, 3.0]
     assert not Path(results[0][1].removeprefix("file://")).parent.exists()
@@ -48,13 +48,13 @@ def summed(rank: int, nproc: int, store: str) -> tuple[float, str]:
     return x.item(), store
 
 
-def test_tensors_come_back_whole() -> None:
-    """More bytes than a pipe holds, and after the rank that made them has ended."""
-    results = local.run(filled, 2, timeout_s=30)
+def test_large_tensors_are_returned() -> None:
+    """More bytes than a pipe buffers, read after the rank that sent them has ended."""
+    results = local.run(full_tensor, 2, timeout_s=30)
     assert [torch.equal(x, torch.full((1000, 300), rank, dtype=torch.bfloat16)) for rank, x in enumerate(results)] == [True] * 2
 
 
-def filled(rank: int, nproc: int, store: str) -> torch.Tensor:
+def full_tensor(rank: int, nproc: int, store: str) -> torch.Tensor:
     return torch.full((1000, 300), rank, dtype=torch.bfloat16)
 
 
@@ -74,7 +74,7 @@ def raising(rank: int, nproc: int, store: str) -> float:
     return 0.0
 
 
-def test_a_wrong_spec_is_told_without_a_traceback() -> None:
+def test_a_spec_error_has_no_traceback() -> None:
     with pytest.raises(SpecError) as caught:
         local.run(refusing, 1, timeout_s=30)
     assert str(caught.value) == "layout.cp is 3: try 2"
@@ -94,7 +94,7 @@ def exiting(rank: int, nproc: int, store: str) -> None:
         sys.exit(3)
 
 
-def test_what_cannot_be_sent_back_is_a_failure() -> None:
+def test_an_unpicklable_result_is_a_failure() -> None:
     with pytest.raises(RankError, match=r"rank 0 failed[\s\S]*pickle"):
         local.run(unsendable, 1, timeout_s=30)
 
@@ -116,25 +116,25 @@ def killed(rank: int, nproc: int, store: str) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("way", ["raise", "kill"])
-def test_the_cause_is_named_not_the_peers_that_lost_it(way: str) -> None:
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_the_failing_rank_is_named_and_not_its_peers(how: str) -> None:
     """Ranks 0 and 2 fail too, in the collective that rank 1 never joins."""
-    with pytest.raises(RankError, match="SIGKILL" if way == "kill" else "the cause") as caught:
-        local.run(leaving, 3, way, timeout_s=30)
+    with pytest.raises(RankError, match="SIGKILL" if how == "kill" else "the cause") as caught:
+        local.run(leaving, 3, how, timeout_s=30)
     assert caught.value.rank == 1
 
 
-def leaving(rank: int, nproc: int, store: str, way: str) -> None:
+def leaving(rank: int, nproc: int, store: str, how: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     dist.barrier()
     if rank == 1:
-        if way == "kill":
+        if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("the cause")
     dist.all_reduce(torch.ones(1))
 
 
-def test_of_failures_that_come_together_the_cause_is_told() -> None:
+def test_of_simultaneous_failures_the_cause_is_reported() -> None:
     pairs = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
     for rank, text in enumerate(("[1.2.3.4]:5: Connection closed by peer", "the cause", "rank 2 lost a peer")):
         pairs[rank][1].send_bytes(pickle.dumps((False, local._Failure(rank, text))))
@@ -143,7 +143,7 @@ def test_of_failures_that_come_together_the_cause_is_told() -> None:
         local._collect(ranks, timeout_s=10, last_s=None)
 
 
-def test_time_runs_out() -> None:
+def test_a_timeout_ends_the_run() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"no answer within 0\.5 s; still running: rank 1, 2") as caught:
         local.run(two_sleep, 3, timeout_s=0.5)
@@ -157,7 +157,7 @@ def two_sleep(rank: int, nproc: int, store: str) -> None:
         time.sleep(60)
 
 
-def test_a_rank_that_ignores_the_request_to_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "GRACE_S", 0.2)
     with pytest.raises(RankError, match="no answer"):
         local.run(stubborn, 1, timeout_s=0.5)
@@ -169,25 +169,25 @@ def stubborn(rank: int, nproc: int, store: str) -> None:
     time.sleep(60)
 
 
-class Told:
+class FakeHeartbeat:
     """A heartbeat that knows what each rank did last."""
 
     def last(self, rank: int) -> str:
         return f"step {rank + 5}, forward and backward, since 12:00:00"
 
 
-def test_a_dead_rank_is_told_with_its_place_step_and_phase() -> None:
+def test_a_dead_rank_is_reported_with_coordinates_step_and_phase() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        local.run(killed, 3, timeout_s=30, heartbeat=Told(), describe=lambda rank: f"dp {rank}, tp 0")
+        local.run(killed, 3, timeout_s=30, heartbeat=FakeHeartbeat(), describe=lambda rank: f"dp {rank}, tp 0")
     text = str(caught.value)
     assert text.startswith("rank 2 (dp 2, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert text.endswith("it was at step 7, forward and backward, since 12:00:00")
     assert time.monotonic() - start < 10
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
-def assert_nobody_is_left() -> None:
+def assert_no_process_is_left() -> None:
     """No process, no zombie."""
     mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     assert not mine.exists() or mine.read_text().split() == []
@@ -203,7 +203,7 @@ def assert_nobody_is_left() -> None:
         ((None, None), None, "killed from outside"),
     ],
 )
-def test_who_killed_it(
+def test_the_likely_cause_of_a_kill_is_reported(
     monkeypatch: pytest.MonkeyPatch, kills: tuple[int | None, int | None], left: float | None, words: str
 ) -> None:
     counts = iter(kills)
@@ -215,7 +215,7 @@ def test_who_killed_it(
     assert words in str(caught.value)
 
 
-def test_what_the_kernel_says_is_read() -> None:
+def test_process_states_and_exit_reasons() -> None:
     assert exit_reason.state(os.getpid()) in ("R", "S")
     assert exit_reason.state(2**30) == ""
     left = exit_reason.memory_left()
@@ -226,15 +226,15 @@ def test_what_the_kernel_says_is_read() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_wish_to_stop_reaches_every_rank_and_is_waited_for(number: signal.Signals) -> None:
+def test_a_stop_signal_is_forwarded_to_every_rank_and_awaited(number: signal.Signals) -> None:
     before = [signal.getsignal(one) for one in signals.STOP]
-    results = local.run(until_asked, 3, number, timeout_s=30, stoppable=True)
+    results = local.run(until_stopped, 3, number, timeout_s=30, stoppable=True)
     assert results == [(rank, number.name) for rank in range(3)]
     assert [signal.getsignal(one) for one in signals.STOP] == before
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
-def until_asked(rank: int, nproc: int, store: str, number: signal.Signals) -> tuple[int, str | None]:
+def until_stopped(rank: int, nproc: int, store: str, number: signal.Signals) -> tuple[int, str | None]:
     with StopSignals() as stop:
         if rank == nproc - 1:  # all are there by now, and the parent waits
             time.sleep(1)
@@ -245,29 +245,29 @@ def until_asked(rank: int, nproc: int, store: str, number: signal.Signals) -> tu
         return rank, stop.received
 
 
-def test_a_second_wish_ends_all_at_once() -> None:
+def test_a_second_signal_kills_all_ranks() -> None:
     start = time.monotonic()
     with pytest.raises(RunError, match="ended at once, without saving: SIGINT came a second time"):
         local.run(saving_for_ever, 2, timeout_s=30, stoppable=True)
     assert time.monotonic() - start > 3.4
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 def saving_for_ever(rank: int, nproc: int, store: str) -> None:
     with StopSignals():
-        for delay in (1.0, 0.5, 2.0):  # the second is the same wish as the first
+        for delay in (1.0, 0.5, 2.0):  # the second is the same request as the first
             time.sleep(delay)
             if rank == nproc - 1:
                 os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
 
 
-def test_a_stopped_rank_is_ended_too() -> None:
+def test_a_stopped_rank_is_killed_too() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 failed[\s\S]*The process of rank 0 is stopped"):
         local.run(one_stopped, 2, timeout_s=30)
     assert time.monotonic() - start < 10
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 def one_stopped(rank: int, nproc: int, store: str) -> None:
@@ -291,7 +291,7 @@ local.run(rank, 2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
-def test_a_parent_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
     pids = [int(file.name) for file in tmp_path.iterdir()]

@@ -76,7 +76,7 @@ def test_every_kind_is_a_preset() -> None:
     assert set(machine.KINDS.values()) <= set(GPU.presets())
 
 
-def test_gpus_are_found_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_detected_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus(monkeypatch, tmp_path, *["NVIDIA H200"] * 8)
     assert detect(4) == Cluster.of(GPU.load("h200"), nodes=1, gpus_per_node=4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
@@ -85,7 +85,7 @@ def test_gpus_are_found_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         detect(3)
 
 
-def test_the_visible_ones_decide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus(monkeypatch, tmp_path, "NVIDIA H200", "NVIDIA H200", "NVIDIA L40")
     assert detect(2).gpu.name == "h200"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
@@ -109,7 +109,7 @@ def test_a_driver_that_does_not_answer_shows_no_gpus(monkeypatch: pytest.MonkeyP
     assert machine.gpu_names() == []
 
 
-def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_detected_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus(monkeypatch, tmp_path, "NVIDIA H200")
     code = "import sys; from ultrascale.launch.machine import detect; detect(1); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
@@ -127,7 +127,7 @@ def matmuls_s(tokens: int) -> float:
     return 3 * (flops / RATES.matmul_flops + bytes_ / RATES.stream_bytes_s)
 
 
-def test_the_laws_give_the_measured_rates_back() -> None:
+def test_the_cost_model_reproduces_measured_rates() -> None:
     cluster = cpu_cluster(2, RATES, LINK, memory=8 * 2**30)
     assert (cluster.gpus, cluster.gpu.memory_gib, cluster.gpu.name) == (2, 4.0, "cpu")
     alone = estimate(tiny_job(cpu_cluster(1, RATES, LINK, memory=8 * 2**30), 2), Layout(mbs=2))
@@ -141,16 +141,25 @@ def test_the_laws_give_the_measured_rates_back() -> None:
     assert alone.time.overhead_s == 0
 
 
-def test_a_transfer_hides_only_beside_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_overlaps_only_with_a_free_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 2)
     assert cpu_cluster(2, RATES, LINK, 2**33).efficiency.overlap == 0
     assert cpu_cluster(1, RATES, LINK, 2**33).efficiency.overlap == 0.9
 
 
-def test_every_number_says_where_it_comes_from() -> None:
+def test_every_number_has_a_source() -> None:
     gpu = cpu_cluster(1, RATES, LINK, 2**33).gpu
-    told = {"name", "vendor", "architecture", "multiprocessors", "price_per_gpu_hour_usd", "surface", "surface_note", "sources"}
-    assert set(gpu.sources) == set(GPU.model_fields) - told
+    without_source = {
+        "name",
+        "vendor",
+        "architecture",
+        "multiprocessors",
+        "price_per_gpu_hour_usd",
+        "surface",
+        "surface_note",
+        "sources",
+    }
+    assert set(gpu.sources) == set(GPU.model_fields) - without_source
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,9 +170,9 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert 1e-4 < cluster.gpu.peak_tflops["fp32"] < 50
     assert 0.01 < cluster.gpu.memory_bandwidth_gb_s < 2000
     assert 1e-8 < cluster.efficiency.kernel_launch_s < 1e-2
-    seen = estimate(tiny_job(cluster, 4), Layout(dp=2, mbs=1, gas=2))
-    assert seen.step_time_s > 0
-    assert seen.fits
+    predicted = estimate(tiny_job(cluster, 4), Layout(dp=2, mbs=1, gas=2))
+    assert predicted.step_time_s > 0
+    assert predicted.fits
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""When memory runs out: the plan's owners, what was held, and advice that really fits when it is followed."""
+"""Out-of-memory reports: the plan's owners, the allocated memory, and advice that fits when it is followed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA = (
     "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.10 GiB of which 307.19 MiB is free. "
     "Of the allocated memory 70.00 GiB is allocated by PyTorch, and 6.00 GiB is reserved by PyTorch but unallocated."
 )
-SEEN = MemoryAtFailure(total=79.1 * GIB, free=0.3 * GIB, allocated=70 * GIB, reserved=77 * GIB)
+MEMORY = MemoryAtFailure(total=79.1 * GIB, free=0.3 * GIB, allocated=70 * GIB, reserved=77 * GIB)
 
 
 def request(model: str, cluster: str, layout: Layout, seq: int = 8192) -> Request:
@@ -39,7 +39,7 @@ def advised(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         request("llama-3-8b", "8xh100", Layout(dp=8, mbs=4, gas=4)),
         request("llama-3-8b", "8xh100", Layout(dp=8, zero=1, mbs=8, gas=2)),
@@ -49,28 +49,28 @@ def advised(text: str) -> list[str]:
     ],
     ids=lambda one: f"{one.job.model.name} {one.layout}",
 )
-def test_advice_fits_when_it_is_followed(asked: Request) -> None:
-    before = estimate(asked.job, asked.layout)
+def test_advice_fits_when_it_is_followed(requested: Request) -> None:
+    before = estimate(requested.job, requested.layout)
     assert not before.fits
-    text = out_of_memory(asked, 3, CUDA, SEEN, RankCoordinates.of(asked.layout, 0))
+    text = out_of_memory(requested, 3, CUDA, MEMORY, RankCoordinates.of(requested.layout, 0))
     offered = advised(text)
     assert 1 <= len(offered) <= 3
-    plan = Plan(job=asked.job, layout=asked.layout, estimate=before)
+    plan = Plan(job=requested.job, layout=requested.layout, estimate=before)
     for words in offered:
-        followed = from_plan(plan, Overrides.parse(words.split()), asked.layout.gpus)
-        after = estimate(followed.job, followed.layout)
+        advised_request = from_plan(plan, Overrides.parse(words.split()), requested.layout.gpus)
+        after = estimate(advised_request.job, advised_request.layout)
         assert after.fits, words
         assert after.peak_gib < 0.9 * before.peak_gib
-        assert followed.layout.gpus == asked.layout.gpus
-        assert followed.job.batch_tokens == asked.job.batch_tokens
+        assert advised_request.layout.gpus == requested.layout.gpus
+        assert advised_request.job.batch_tokens == requested.job.batch_tokens
 
 
-def test_the_report_names_rank_step_owners_and_what_was_held() -> None:
-    asked = request("llama-3-8b", "16xh100", Layout(dp=2, tp=4, pp=2, gas=8, mbs=8))
-    text = out_of_memory(asked, 3, CUDA, SEEN, RankCoordinates(pp=1, dp=0, cp=0, tp=2))
+def test_the_report_names_rank_step_owners_and_allocated_memory() -> None:
+    requested = request("llama-3-8b", "16xh100", Layout(dp=2, tp=4, pp=2, gas=8, mbs=8))
+    text = out_of_memory(requested, 3, CUDA, MEMORY, RankCoordinates(pp=1, dp=0, cp=0, tp=2))
     assert text.startswith("rank 10 (pp 1, dp 0, tp 2) ran out of memory at step 3: 1.96 GiB more were asked for.")
     assert "70.00 GiB in tensors at the most, 77.00 GiB taken by the allocator, 307.2 MiB free of 79.10 GiB" in text
-    stage = estimate(asked.job, asked.layout).memory[1]
+    stage = estimate(requested.job, requested.layout).memory[1]
     assert f"stage 1 with {stage.layers} layers peaks at {stage.memory.total / GIB:,.2f} GiB" in text
     for owner in ("parameters", "gradients", "optimizer", "activations"):
         assert f"{owner} {getattr(stage.memory, owner) / GIB:,.2f} GiB" in text
@@ -78,27 +78,27 @@ def test_the_report_names_rank_step_owners_and_what_was_held() -> None:
 
 def test_one_change_is_enough_where_it_is() -> None:
     """Smaller changes come first, though cutting otherwise (three fields: an axis, dp, gas) may be faster."""
-    asked = request("llama-3-70b", "64xh100", Layout(dp=8, tp=8, mbs=1, gas=16, zero=1))
-    offered = advised(out_of_memory(asked, 1, CUDA, SEEN, RankCoordinates(0, 0, 0, 0)))
+    requested = request("llama-3-70b", "64xh100", Layout(dp=8, tp=8, mbs=1, gas=16, zero=1))
+    offered = advised(out_of_memory(requested, 1, CUDA, MEMORY, RankCoordinates(0, 0, 0, 0)))
     assert [len(words.split()) for words in offered] == [1, 1, 1]
     assert "layout.zero=2" in offered
 
 
-def test_a_plan_that_should_have_fitted_is_believed_less() -> None:
-    asked = request("llama-3-8b", "8xh100", Layout(dp=8, zero=3, mbs=1, gas=4))
-    before = estimate(asked.job, asked.layout)
+def test_advice_lowers_the_peak_where_the_plan_was_predicted_to_fit() -> None:
+    requested = request("llama-3-8b", "8xh100", Layout(dp=8, zero=3, mbs=1, gas=4))
+    before = estimate(requested.job, requested.layout)
     assert before.fits
-    text = out_of_memory(asked, 1, CUDA, SEEN, RankCoordinates(0, 0, 0, 0))
+    text = out_of_memory(requested, 1, CUDA, MEMORY, RankCoordinates(0, 0, 0, 0))
     assert "That should have fitted" in text
-    plan = Plan(job=asked.job, layout=asked.layout, estimate=before)
+    plan = Plan(job=requested.job, layout=requested.layout, estimate=before)
     for words in advised(text):
-        followed = from_plan(plan, Overrides.parse(words.split()), 8)
-        assert estimate(followed.job, followed.layout).peak_gib <= 0.9 * before.peak_gib
+        advised_request = from_plan(plan, Overrides.parse(words.split()), 8)
+        assert estimate(advised_request.job, advised_request.layout).peak_gib <= 0.9 * before.peak_gib
 
 
-def test_nothing_fits_and_how_much_is_missing() -> None:
-    asked = request("llama-3-70b", "1xh100", Layout())
-    text = out_of_memory(asked, 1, CUDA, MemoryAtFailure(total=10 * GIB), RankCoordinates(0, 0, 0, 0))
+def test_where_nothing_fits_the_missing_memory_is_reported() -> None:
+    requested = request("llama-3-70b", "1xh100", Layout())
+    text = out_of_memory(requested, 1, CUDA, MemoryAtFailure(total=10 * GIB), RankCoordinates(0, 0, 0, 0))
     assert not advised(text)
     missing = float(re.search(r"([\d,.]+) GiB too much", text)[1].replace(",", ""))  # type: ignore[index]
     smallest = float(re.search(r"needs ([\d,.]+) GiB", text)[1].replace(",", ""))  # type: ignore[index]
@@ -109,11 +109,11 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
     place = cpu_cluster(2, CPURates(1e10, 1e10, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**36)
     layout = Layout(dp=2, mbs=8, gas=1)
     job = Job(model=Model.load("mini"), cluster=place, seq=256, batch_tokens=layout.batch_tokens(256), precision="fp32")
-    asked = Request(job, layout, Training())
+    requested = Request(job, layout, Training())
     before = estimate(job, layout)
     error = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes. Error code 12"
     text = out_of_memory(
-        asked, 2, error, MemoryAtFailure(total=before.peak_gib * GIB, resident=0.2 * GIB), RankCoordinates(0, 1, 0, 0)
+        requested, 2, error, MemoryAtFailure(total=before.peak_gib * GIB, resident=0.2 * GIB), RankCoordinates(0, 1, 0, 0)
     )
     assert "rank 1 (" in text
     assert "4.0 MiB more were asked for" in text
@@ -121,8 +121,8 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
     plan = Plan(job=job, layout=layout, estimate=before)
     assert advised(text)
     for words in advised(text):  # two processes, so each may have half
-        followed = from_plan(plan, Overrides.parse(words.split()), 2)
-        assert estimate(followed.job, followed.layout).peak_gib <= before.peak_gib / 2
+        advised_request = from_plan(plan, Overrides.parse(words.split()), 2)
+        assert estimate(advised_request.job, advised_request.layout).peak_gib <= before.peak_gib / 2
 
 
 def test_a_smaller_micro_batch_is_accumulated_to_the_same_batch() -> None:
@@ -134,7 +134,7 @@ def test_a_smaller_micro_batch_is_accumulated_to_the_same_batch() -> None:
     assert advised(text) == ["layout.mbs=4 layout.gas=4", "layout.mbs=2 layout.gas=8", "layout.mbs=1 layout.gas=16"]
 
 
-def test_what_is_out_of_memory_and_what_is_not() -> None:
+def test_which_errors_are_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**58, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -143,8 +143,8 @@ def test_what_is_out_of_memory_and_what_is_not() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
 
 
-def test_what_this_process_holds() -> None:
-    seen = current_memory(torch.device("cpu"))
-    assert seen.resident is not None
-    assert 1e7 < seen.resident < seen.total
-    assert "resident in this process, of " in str(seen)
+def test_memory_of_this_process() -> None:
+    memory = current_memory(torch.device("cpu"))
+    assert memory.resident is not None
+    assert 1e7 < memory.resident < memory.total
+    assert "resident in this process, of " in str(memory)

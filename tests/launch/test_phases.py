@@ -18,8 +18,8 @@ from ultrascale.train.request import Overrides, from_model
 TIMEOUT_S = 3
 SCRIPT = Path(__file__).with_name("stopping.py")
 WORDS = ["train.data=synthetic", f"train.timeout_s={TIMEOUT_S}", "checkpoint.every=2", "train.eval_every=2"]
-# The phase, and what is said of it; a rank that has not joined under torchrun has said nothing that others could read.
-SAID = {
+# The phase, and its message; a rank that has not joined under torchrun has written no heartbeat that others could read.
+MESSAGES = {
     "join": "joining",
     "build": "building",
     "restore": "restoring",
@@ -45,16 +45,16 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(start: list[str], begun: Path, out: Path, phase: str, how: str, limit_s: float) -> str:
-    """What the run says, which must end in time with an error."""
+    """The output of the run, which must end in time with an error."""
     command = [*start, str(SCRIPT), phase, how, "train", "--resume", str(begun), "--out", str(out), "--steps", "5", *WORDS]
     command += ["checkpoint.background=false"] if phase == "save" else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begin = time.monotonic()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    told = done.stdout + done.stderr
-    assert done.returncode == 1, told
-    assert time.monotonic() - begin < limit_s, told
-    return told
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert time.monotonic() - begin < limit_s, output
+    return output
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def ended(start: list[str], begun: Path, out: Path, phase: str, how: str, limit_
 )
 def test_local_processes(begun: Path, tmp_path: Path, phase: str, how: str) -> None:
     # Some 10 s to start on a busy machine; twice the limit where only the process that started the ranks can notice.
-    told = ended([sys.executable], begun, tmp_path / "run", phase, how, 2 * TIMEOUT_S + 25)
-    assert re.search(rf"rank 1\b.*{SAID[phase]}|rank 1\b.*never said anything", told), told
-    assert "The process of rank 1 is stopped" in told or how == "sleep"
+    output = ended([sys.executable], begun, tmp_path / "run", phase, how, 2 * TIMEOUT_S + 25)
+    assert re.search(rf"rank 1\b.*{MESSAGES[phase]}|rank 1\b.*never said anything", output), output
+    assert "The process of rank 1 is stopped" in output or how == "sleep"
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_local_processes(begun: Path, tmp_path: Path, phase: str, how: str) -> N
 def test_processes_of_torchrun(begun: Path, tmp_path: Path, phase: str, how: str) -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     # torchrun gives a stopped worker 30 s to end by itself.
-    told = ended(start, begun, tmp_path / "run", phase, how, 2 * TIMEOUT_S + 25 + (30 if how == "stop" else 0))
+    output = ended(start, begun, tmp_path / "run", phase, how, 2 * TIMEOUT_S + 25 + (30 if how == "stop" else 0))
     # A stopped process no longer sends its last status, so that the one before it may be what is known.
     never = r"rank 1\b.*never said anything|ranks did not come \(rank 1\)" + (r"|rank 1\b.* is silent" if how == "stop" else "")
-    assert re.search(rf"rank 1\b.*{SAID[phase]}|{never}", told), told
+    assert re.search(rf"rank 1\b.*{MESSAGES[phase]}|{never}", output), output
 
 
 def test_a_measurement_that_fails_is_a_note(

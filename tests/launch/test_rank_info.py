@@ -8,7 +8,7 @@ from ultrascale.launch.rank_info import RankInfo, rank_info_from_env
 from ultrascale.specs.errors import SpecError
 
 
-def test_a_process_started_by_hand_has_no_seat():
+def test_a_process_without_a_launcher_has_no_rank_info():
     assert rank_info_from_env({}) is None
     assert rank_info_from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
 
@@ -56,7 +56,7 @@ SLURM = {
 
 @pytest.mark.parametrize("value", ["²", "٣", "-1", "+1", "1.0", "1_0", " 1", "9" * 5000, "0x1", "\x1b[31m", "1\n", "nan"])
 @pytest.mark.parametrize("launcher", [TORCHRUN, SLURM], ids=["torchrun", "slurm"])
-def test_what_int_cannot_read_is_one_sentence_for_every_variable(launcher, value):
+def test_a_non_integer_variable_is_a_clear_error(launcher, value):
     assert rank_info_from_env(launcher) is not None
     for name in launcher:
         with pytest.raises(SpecError, match=rf"the environment's {name} is .* but must be a whole number from") as caught:
@@ -64,7 +64,7 @@ def test_what_int_cannot_read_is_one_sentence_for_every_variable(launcher, value
         assert str(caught.value).isprintable()
 
 
-def test_numbers_that_no_launcher_gives_are_refused():
+def test_impossible_numbers_are_refused():
     for name, value in (("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 11), ("LOCAL_WORLD_SIZE", "0"), ("MASTER_PORT", "65536")):
         with pytest.raises(SpecError, match=f"{name} is '{value}' but must be a whole number from"):
             rank_info_from_env({**TORCHRUN, name: value})

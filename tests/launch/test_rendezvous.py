@@ -14,8 +14,8 @@ from ultrascale.specs.errors import RunError
 WORLD = 4
 
 
-def meet(store: Store, order: list[int], world: int = WORLD, pause_s: float = 0.0) -> list[Store]:
-    """The ranks come in this order, each a while after the one before."""
+def rendezvous_all(store: Store, order: list[int], world: int = WORLD, pause_s: float = 0.0) -> list[Store]:
+    """Ranks join in this order, with a pause between them."""
     with ThreadPoolExecutor(world) as pool:
         coming: dict[int, Future[Store]] = {}
         for rank in order:
@@ -31,31 +31,31 @@ def together(stores: list[Store], word: str) -> bool:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
-def test_every_attempt_has_a_room_of_its_own(order: list[int]) -> None:
+def test_every_attempt_has_its_own_store_prefix(order: list[int]) -> None:
     store = HashStore()
-    rooms = [meet(store, order, pause_s=0.1) for _ in range(3)]
-    for number, room in enumerate(rooms):
-        assert together(room, f"attempt {number}")
-    assert not rooms[1][0].check(["attempt 0"])
-    assert not rooms[2][3].check(["attempt 1"])
+    attempts = [rendezvous_all(store, order, pause_s=0.1) for _ in range(3)]
+    for number, stores in enumerate(attempts):
+        assert together(stores, f"attempt {number}")
+    assert not attempts[1][0].check(["attempt 0"])
+    assert not attempts[2][3].check(["attempt 1"])
 
 
-def test_an_attempt_that_never_met_is_passed_over() -> None:
+def test_an_attempt_without_rendezvous_is_skipped() -> None:
     store = HashStore()
     store.set("round", f"{WORLD}-dead")  # rank 0 proposed it and died; rank 2 had answered
     store.add(f"{WORLD}-dead/2", 1)
-    assert together(meet(store, [1, 2, 3, 0], pause_s=0.1), "word")
+    assert together(rendezvous_all(store, [1, 2, 3, 0], pause_s=0.1), "word")
 
 
 def test_a_job_that_grew_does_not_join_the_smaller_one() -> None:
     store = HashStore()
-    small = meet(store, [0, 1], world=2)
-    grown = meet(store, [2, 3, 1, 0], world=4, pause_s=0.1)
+    small = rendezvous_all(store, [0, 1], world=2)
+    grown = rendezvous_all(store, [2, 3, 1, 0], world=4, pause_s=0.1)
     assert together(grown, "word")
     assert not small[0].check(["word"])
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1 of 2 ranks did not come"), (1, "rank 0 did not come")])
-def test_who_waits_in_vain_says_for_whom(rank: int, missing: str) -> None:
+def test_a_rendezvous_timeout_names_the_missing_ranks(rank: int, missing: str) -> None:
     with pytest.raises(RunError, match=missing):
         fresh_store(HashStore(), rank, 2, 0.3)

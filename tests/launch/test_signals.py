@@ -1,4 +1,4 @@
-"""Being asked to stop: once is remembered, twice in a moment is once, a second Ctrl-C later is obeyed at once."""
+"""Stop signals: the first is recorded, two at the same time count once, a second Ctrl-C afterwards stops at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.launch.signals import STOP, StopSignals
 
 
 @pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
-def test_the_first_signal_is_remembered_and_nothing_ends(number: signal.Signals) -> None:
+def test_the_first_signal_is_recorded_without_exiting(number: signal.Signals) -> None:
     with StopSignals() as stop:
         assert stop.received is None
         os.kill(os.getpid(), number)
@@ -22,7 +22,7 @@ def test_the_first_signal_is_remembered_and_nothing_ends(number: signal.Signals)
         assert stop.received == number.name
 
 
-def test_the_old_handlers_come_back() -> None:
+def test_old_handlers_are_restored() -> None:
     heard: list[int] = []
     old = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
@@ -34,7 +34,7 @@ def test_the_old_handlers_come_back() -> None:
         signal.signal(signal.SIGUSR1, old)
 
 
-def test_what_comes_at_once_is_the_same_wish_and_later_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_signals_count_once_and_later_ones_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal signals every process of the group, and the parent hands the same signal on."""
     monkeypatch.setattr(stopping, "SAME_S", 0.3)
     with StopSignals() as stop:

@@ -1,4 +1,4 @@
-"""The watchdog: who holds everybody up is named, with the collective and its last words; nobody is ended for working."""
+"""The watchdog: the rank that blocks the others is named with the collective and its last heartbeat; slow ranks are not."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def join(rank: int, nproc: int, store: str, timeout_s: float = 30.0) -> Axis:
     return world_axis(rank, nproc)
 
 
-def train(dog: Watchdog, axis: Axis, steps: int, hook: object = None) -> None:
+def train(watchdog: Watchdog, axis: Axis, steps: int, hook: object = None) -> None:
     """A loop of two phases with one reduction a step; `hook(step)` may do what a fault would."""
     for step in range(1, steps + 1):
-        dog.at(step, "reading data")
+        watchdog.at(step, "reading data")
         if callable(hook):
             hook(step)
-        dog.at(step, "forward and backward")
+        watchdog.at(step, "forward and backward")
         comm.all_reduce(torch.ones(4), axis)
 
 
@@ -59,8 +59,8 @@ def stopping(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat
         if rank == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
-        train(dog, axis, 5, stop)
+    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as watchdog:
+        train(watchdog, axis, 5, stop)
 
 
 def test_a_stopped_rank_is_named_with_the_collective_that_the_others_wait_in() -> None:
@@ -78,25 +78,25 @@ def test_a_stopped_rank_is_named_with_the_collective_that_the_others_wait_in() -
     assert "test_watchdog.py" in text  # the stack
     assert "The process of rank 1 is stopped (SIGSTOP)" in text
     assert time.monotonic() - start < 25
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
-def assert_nobody_is_left() -> None:
+def assert_no_process_is_left() -> None:
     mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     if mine.exists():
         assert mine.read_text().split() == []
 
 
-# A rank that is behind, but lives.
+# A rank that is slow, but alive.
 
 
 def sleeping(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartbeat) -> None:
     axis = join(rank, nproc, store)
-    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
-        train(dog, axis, 5, lambda step: time.sleep(60) if rank == 2 and step == 2 else None)
+    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as watchdog:
+        train(watchdog, axis, 5, lambda step: time.sleep(60) if rank == 2 and step == 2 else None)
 
 
-def test_a_rank_that_lives_but_is_elsewhere_is_not_called_dead() -> None:
+def test_a_live_rank_outside_the_collective_is_not_called_dead() -> None:
     heartbeat = SharedMemoryHeartbeat(3)
     with pytest.raises(RunError) as caught:
         local.run(sleeping, 3, heartbeat, timeout_s=40)
@@ -117,11 +117,11 @@ def over_the_store(rank: int, nproc: int, store: str) -> None:
 
     def stop(step: int) -> None:
         if rank == 0 and step == 2:
-            time.sleep(0.6)  # a beat, so that there is a last word
+            time.sleep(0.6)  # one heartbeat interval, so that there is a last heartbeat
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as dog:
-        train(dog, axis, 5, stop)
+    with Watchdog(heartbeat, rank, nproc, TIMEOUT_S, place, local.report) as watchdog:
+        train(watchdog, axis, 5, stop)
 
 
 def test_ranks_that_share_only_a_store_name_the_one_that_stopped() -> None:
@@ -132,7 +132,7 @@ def test_ranks_that_share_only_a_store_name_the_one_that_stopped() -> None:
     assert "waiting in all_reduce over dp" in text
     assert "rank 0 (dp 0) is silent" in text
     assert "it last said step 2, reading data" in text
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 # A peer that cannot be reached: gloo gives up first, and the rank explains what it got.
@@ -145,15 +145,15 @@ def unreachable(rank: int, nproc: int, store: str, heartbeat: SharedMemoryHeartb
         if rank == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    dog = Watchdog(heartbeat, rank, nproc, 20.0, place, local.report)
+    watchdog = Watchdog(heartbeat, rank, nproc, 20.0, place, local.report)
     try:
-        with dog:
-            train(dog, axis, 5, cut_off)
+        with watchdog:
+            train(watchdog, axis, 5, cut_off)
     except RuntimeError as error:
-        raise RunError(dog.explain(error) if lost_a_peer(error) else "another error") from error
+        raise RunError(watchdog.explain(error) if lost_a_peer(error) else "another error") from error
 
 
-def test_an_error_of_gloo_becomes_a_sentence_that_names_step_collective_and_peer() -> None:
+def test_a_gloo_error_names_step_collective_and_peer() -> None:
     heartbeat = SharedMemoryHeartbeat(3)
     with pytest.raises(RunError) as caught:
         local.run(unreachable, 3, heartbeat, timeout_s=40)
@@ -161,13 +161,13 @@ def test_an_error_of_gloo_becomes_a_sentence_that_names_step_collective_and_peer
     assert re.match(r"rank [02] \(dp [02]\) lost a peer at step 2, forward and backward, in all_reduce over dp: ", text)
     assert "rank 1 (dp 1) is silent" in text
     assert text.count("silent") == 1  # the other one has lost the same peer, and lives
-    assert_nobody_is_left()
+    assert_no_process_is_left()
 
 
 # What must not happen.
 
 
-class Kept:
+class FakeHeartbeat:
     """A heartbeat in this process, and what was reported to it."""
 
     beat_s, immediate = 0.05, True
@@ -182,7 +182,7 @@ class Kept:
         return dict(self.notes)
 
 
-class Gone(Kept):
+class ClosedHeartbeat(FakeHeartbeat):
     immediate = False
 
     def write(self, rank: int, note: RankStatus) -> None:
@@ -192,13 +192,13 @@ class Gone(Kept):
         raise ConnectionError("the store is gone")
 
 
-def test_a_rank_that_moves_is_left_alone() -> None:
-    said: list[str] = []
-    with Watchdog(Kept(), 0, 1, 0.4, place, said.append) as dog:
+def test_a_progressing_rank_is_not_reported() -> None:
+    messages: list[str] = []
+    with Watchdog(FakeHeartbeat(), 0, 1, 0.4, place, messages.append) as watchdog:
         for step in range(10):
-            dog.at(step, "computing")
+            watchdog.at(step, "computing")
             time.sleep(0.1)
-    assert said == []
+    assert messages == []
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
@@ -206,8 +206,8 @@ ends_its_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThre
 
 
 def words_of(heartbeat: Heartbeat, world: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a rank 0 that stands still at step 5 says to that heartbeat."""
-    ended, said = threading.Event(), list[str]()
+    """The message of the watchdog of a rank 0 that hangs at step 5, with that heartbeat."""
+    ended, messages = threading.Event(), list[str]()
 
     def end(code: int) -> None:
         assert code == 1
@@ -215,16 +215,16 @@ def words_of(heartbeat: Heartbeat, world: int, monkeypatch: pytest.MonkeyPatch) 
         raise SystemExit  # of this thread
 
     monkeypatch.setattr(os, "_exit", end)
-    with Watchdog(heartbeat, 0, world, 0.4, place, said.append) as dog:
-        dog.at(5, "computing")
+    with Watchdog(heartbeat, 0, world, 0.4, place, messages.append) as watchdog:
+        watchdog.at(5, "computing")
         assert ended.wait(20)
-    (text,) = said
+    (text,) = messages
     return text
 
 
 @ends_its_thread
-def test_ranks_behind_and_ranks_that_never_came_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Beating(Kept):
+def test_slow_ranks_and_missing_ranks_are_reported_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beating(FakeHeartbeat):
         def read(self, step: int) -> dict[int, RankStatus]:
             beat = self.notes[0].beat
             return {**self.notes, 1: RankStatus(4, "computing", 0.0, beat), 2: RankStatus(5, "computing", 0.0, beat)}
@@ -236,15 +236,15 @@ def test_ranks_behind_and_ranks_that_never_came_are_told_apart(monkeypatch: pyte
 
 
 @ends_its_thread
-def test_a_store_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "The store that ranks met at does not answer" in words_of(Gone(), 2, monkeypatch)
+def test_an_unreachable_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "The store that ranks met at does not answer" in words_of(ClosedHeartbeat(), 2, monkeypatch)
 
 
 @ends_its_thread
-def test_a_store_that_never_answers_does_not_stop_the_watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TCP store whose host is stopped keeps whoever asks waiting."""
+def test_a_hung_store_does_not_block_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to a TCP store whose host is stopped block."""
 
-    class Hung(Gone):
+    class HungHeartbeat(ClosedHeartbeat):
         def write(self, rank: int, note: RankStatus) -> None:
             time.sleep(30)
 
@@ -252,12 +252,12 @@ def test_a_store_that_never_answers_does_not_stop_the_watching(monkeypatch: pyte
             time.sleep(30)
             return {}
 
-    assert "does not answer" in words_of(Hung(), 2, monkeypatch)
+    assert "does not answer" in words_of(HungHeartbeat(), 2, monkeypatch)
 
 
 @ends_its_thread
-def test_when_everybody_says_the_same_the_exchange_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Beating(Kept):
+def test_a_hang_of_all_ranks_in_one_collective_is_attributed_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beating(FakeHeartbeat):
         def read(self, step: int) -> dict[int, RankStatus]:
             return {0: self.notes[0], 1: self.notes[0]}
 
@@ -266,28 +266,28 @@ def test_when_everybody_says_the_same_the_exchange_is_blamed(monkeypatch: pytest
 
 @ends_its_thread
 def test_many_silent_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = words_of(Kept({rank: RankStatus(5, "computing", 0.0) for rank in range(1, 1000)}), 1000, monkeypatch)
+    text = words_of(FakeHeartbeat({rank: RankStatus(5, "computing", 0.0) for rank in range(1, 1000)}), 1000, monkeypatch)
     assert "and 991 more ranks, of 1000" in text
     assert len(text.splitlines()) < 40
 
 
 def asleep_for_a_while(rank: int, nproc: int, store: str) -> str:
-    with Watchdog(SharedMemoryHeartbeat(1), 0, 1, 1.0, place, local.report) as dog:
-        dog.at(1, "computing")
+    with Watchdog(SharedMemoryHeartbeat(1), 0, 1, 1.0, place, local.report) as watchdog:
+        watchdog.at(1, "computing")
         subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.4)
         return "awake"
 
 
-def test_a_run_that_was_put_to_sleep_as_a_whole_goes_on() -> None:
+def test_a_run_that_was_suspended_as_a_whole_continues() -> None:
     assert local.run(asleep_for_a_while, 1, timeout_s=30) == ["awake"]
 
 
-# The boards.
+# Heartbeats.
 
 
-def test_notes_come_back_as_they_were_written() -> None:
+def test_heartbeats_survive_serialization() -> None:
     heartbeat = SharedMemoryHeartbeat(3)
     notes = {0: RankStatus(7, "forward and backward", 12.5, 3), 2: RankStatus(0, "é" * 200, 1.0, 0)}
     for rank, note in notes.items():
@@ -300,32 +300,32 @@ def test_notes_come_back_as_they_were_written() -> None:
     assert heartbeat.last(0).startswith("step 7, forward and backward, since ")
 
 
-def test_a_store_keeps_a_note_of_every_rank_and_lets_only_a_few_read(tmp_path: Path) -> None:
+def test_the_store_has_every_heartbeat_and_only_some_ranks_read_them(tmp_path: Path) -> None:
     world = 40
     stores = [dist.FileStore(str(tmp_path / "store"), world) for _ in range(world)]
-    boards = [StoreHeartbeat(store, world) for store in stores]
-    for rank, heartbeat in enumerate(boards[:-1]):
+    heartbeats = [StoreHeartbeat(store, world) for store in stores]
+    for rank, heartbeat in enumerate(heartbeats[:-1]):
         heartbeat.write(rank, RankStatus(rank, "reading data", 1.0, rank))
-    answers = [heartbeat.read(5) for heartbeat in boards]
+    answers = [heartbeat.read(5) for heartbeat in heartbeats]
     readers = [answer for answer in answers if answer]
     assert len(readers) == 8
     assert readers[0] == {rank: RankStatus(rank, "reading data", 1.0, rank) for rank in range(world - 1)}
-    assert boards[0].read(5) == readers[0]  # who has read may look again
-    assert boards[-1].read(6) == readers[0]  # another step, other readers
+    assert heartbeats[0].read(5) == readers[0]  # who has read may look again
+    assert heartbeats[-1].read(6) == readers[0]  # another step, other readers
 
 
-def test_the_more_ranks_the_fewer_beats() -> None:
+def test_heartbeat_interval_grows_with_the_number_of_ranks() -> None:
     store = dist.HashStore()
     assert StoreHeartbeat(store, 8).beat_s == 1.0
     assert StoreHeartbeat(store, 16_000).beat_s == 32.0
 
 
-def test_silent_is_who_has_not_beaten_between_two_looks() -> None:
+def test_a_rank_without_a_heartbeat_between_two_checks_is_silent() -> None:
     before = {0: RankStatus(1, "a", 0.0, 1), 1: RankStatus(1, "a", 0.0, 4)}
     now = {0: RankStatus(2, "b", 0.0, 2), 1: RankStatus(1, "a", 0.0, 4), 2: RankStatus(1, "a", 0.0, 0)}
     assert silent(before, now) == [1]
 
 
-def test_errors_of_the_program_are_no_lost_peers() -> None:
+def test_program_errors_are_not_lost_peers() -> None:
     assert not lost_a_peer(RuntimeError("shape mismatch"))
     assert lost_a_peer(RuntimeError("[1.2.3.4]:80: Connection reset by peer"))

@@ -1,4 +1,4 @@
-"""The layouts whose rehearsals the estimate is held to, and how closely."""
+"""The layouts whose rehearsals the estimate is compared with, and the tolerances."""
 
 from __future__ import annotations
 
@@ -228,14 +228,14 @@ def named(model: str, fields: dict[str, Any]) -> str:
     return " ".join([model, *(f"{name}={value}" for name, value in fields.items())])
 
 
-def held(model: str, fields: dict[str, Any], kernels: str = "eager") -> Iterator[tuple[str, RehearsedTerm]]:
+def rehearsed_terms(model: str, fields: dict[str, Any], kernels: str = "eager") -> Iterator[tuple[str, RehearsedTerm]]:
     """`layout, stage: term` and both numbers, for one rank of each stage."""
-    job, layout = asked(model, fields, kernels)
+    job, layout = job_and_layout(model, fields, kernels)
     for stage, term in terms(job, layout, kernels):
         yield f"{named(model, fields)}, stage {stage}: {term.label}", term
 
 
-def asked(model: str, fields: dict[str, Any], kernels: str) -> tuple[Job, Layout]:
+def job_and_layout(model: str, fields: dict[str, Any], kernels: str) -> tuple[Job, Layout]:
     layout = Layout(**{name: value for name, value in fields.items() if name in Layout.model_fields})
     job = Job(
         model=MODELS[model],
@@ -252,17 +252,17 @@ def terms(job: Job, layout: Layout, kernels: str = "eager") -> Iterator[tuple[in
     """Of one rank of each stage."""
     predicted = prediction(job, layout, kernels)
     for stage in range(layout.pp):
-        seen = rehearse_rank(job, layout, stage * layout.gpus // layout.pp, kernels=kernels)
-        for term in (*compared(job, layout, predicted, seen), *_sent(job, layout, seen)):
+        rehearsal = rehearse_rank(job, layout, stage * layout.gpus // layout.pp, kernels=kernels)
+        for term in (*compared(job, layout, predicted, rehearsal), *_sent(job, layout, rehearsal)):
             yield stage, term
 
 
-def _sent(job: Job, layout: Layout, seen: Rehearsal) -> Iterator[RehearsedTerm]:
+def _sent(job: Job, layout: Layout, rehearsal: Rehearsal) -> Iterator[RehearsedTerm]:
     """By kind and by group, too."""
     law, found, job = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]](), without_imbalance(job)
-    for moved in of_stage(job, layout, ClusterRates(job), seen.place.pp):
+    for moved in of_stage(job, layout, ClusterRates(job), rehearsal.place.pp):
         law[moved.technique, moved.collective, moved.group] += moved.bytes  # type: ignore[assignment]
-    for one in seen.collectives:
+    for one in rehearsal.collectives:
         if one.technique != "bookkeeping":
             found[one.technique, one.kind, one.group] += one.bytes
     for key in {*law, *found}:

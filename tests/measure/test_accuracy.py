@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_rows import PUBLISHED, run, scored
+from row_builders import PUBLISHED, run, scored
 
 from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.runs import read
@@ -38,7 +38,7 @@ def test_the_rate_follows_from_the_iteration_time() -> None:
     assert accuracy.measured_rate(run(tokens_per_s_per_gpu="", iter_time_s=2)) == pytest.approx(8192)
 
 
-def test_a_printed_rate_comes_before_an_iteration_time() -> None:
+def test_a_printed_rate_has_precedence_over_an_iteration_time() -> None:
     assert accuracy.measured_rate(run(tokens_per_s_per_gpu=9_000, iter_time_s=2)) == 9_000
 
 
@@ -58,18 +58,18 @@ def test_score_predicts_rate_time_and_memory_that_agree() -> None:
     assert (one.fits, one.reason) == (True, None)
 
 
-def test_score_says_how_far_it_is() -> None:
-    seen: list[int] = []
-    accuracy.score([run(), run(gpu="TPU"), run()], progress=seen.append)
-    assert seen == [1, 2, 3]
+def test_score_reports_progress() -> None:
+    progress: list[int] = []
+    accuracy.score([run(), run(gpu="TPU"), run()], progress=progress.append)
+    assert progress == [1, 2, 3]
 
 
-def test_a_source_that_no_fit_saw_is_scored_with_the_constants_in_use() -> None:
+def test_sources_outside_the_fit_are_scored_with_the_default_constants() -> None:
     runs = [run(source="nobody/knows this"), run(source="mosaicml/llm-foundry scripts")]
-    unseen, seen = accuracy.score_left_out(runs)
+    unseen, fitted = accuracy.score_left_out(runs)
     plain = accuracy.score(runs)
     assert unseen.iter_time_s == pytest.approx(plain[0].iter_time_s or 0, rel=1e-9)
-    assert seen.iter_time_s != pytest.approx(plain[1].iter_time_s or 0, rel=1e-3)
+    assert fitted.iter_time_s != pytest.approx(plain[1].iter_time_s or 0, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_another_source_or_configuration_is_another_sample(change: dict[str, obj
     assert found.samples == 2
 
 
-def test_nothing_to_compare_is_no_error_rather_than_zero() -> None:
+def test_without_pairs_the_error_is_none() -> None:
     assert accuracy.errors([]) is None
     assert accuracy.by([scored(tokens_per_s_per_gpu="")], lambda one: "all") == {}
 
@@ -154,10 +154,10 @@ def test_small_is_up_to_three_billion_parameters_on_one_node() -> None:
         ([(1, 10), (2, 20), (3, 30)], 1.0),
         ([(3, 10), (2, 20), (1, 30)], -1.0),
         ([(1, 10), (3, 20), (2, 30)], 1 / 3),  # two pairs agree, one does not
-        ([(2, 100), (1, 100.9), (3, 200)], 1.0),  # within 1 %: says nothing
+        ([(2, 100), (1, 100.9), (3, 200)], 1.0),  # within 1 %: not ranked
         ([(2, 100), (1, 102), (3, 200)], 1 / 3),  # beyond: counts
         ([(1, 100), (2, 100.5)], 1.0),  # nothing left to be wrong about
-        ([(5, 100), (5, 200)], -1.0),  # equal predictions do not tell them apart
+        ([(5, 100), (5, 200)], -1.0),  # equal predictions do not rank them
     ],
 )
 def test_kendall_tau_by_hand(pairs: list[tuple[float, float]], tau: float) -> None:
@@ -226,13 +226,13 @@ def test_memory_is_compared_only_where_it_means_tensors(kind: str, compared: boo
     assert found == ([("m", pytest.approx(0.1))] if compared else [])
 
 
-def test_memory_that_nobody_measured_is_not_compared() -> None:
+def test_unmeasured_memory_is_not_compared() -> None:
     assert (
         accuracy.memory_errors([scored(mem_kind="allocated"), scored(peak=None, peak_mem_gib=50, mem_kind="allocated")]) == []
     )
 
 
-def test_allocated_memory_leaves_out_the_context_and_slack_but_the_workspace() -> None:
+def test_allocated_memory_excludes_context_and_slack_and_includes_workspace() -> None:
     (whole,), (tensors,) = accuracy.score([run()]), accuracy.score([run(mem_kind="allocated")])
     assert whole.estimate is not None
     owners = whole.estimate.memory[0].memory
@@ -291,14 +291,12 @@ def figure(table: dict[str, list[float]], words: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, list[float]]:
+def documented() -> dict[str, list[float]]:
     return parsed(RECORD.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
-def test_the_page_reads_back_as_the_figures_it_was_made_of(
-    whole: tuple[list[ScoredRun], list[ScoredRun]], figures: dict[str, Any]
-) -> None:
+def test_the_page_parses_back_to_its_figures(whole: tuple[list[ScoredRun], list[ScoredRun]], figures: dict[str, Any]) -> None:
     page = markdown("data/published.csv", *whole)
     table = parsed(page)
     assert list(table) == [name for name, _ in headline(figures)]
@@ -319,35 +317,37 @@ ROUNDING = 0.0005  # the page prints tenths of a percent
     ("kind", "words"), [("dense", "dense rows"), ("experts", "models with experts"), ("small_single_node", "small single-node")]
 )
 def test_errors_of_published_runs_are_within_a_point_of_the_record(
-    figures: dict[str, Any], recorded: dict[str, list[float]], kind: str, words: str, side: str
+    figures: dict[str, Any], documented: dict[str, list[float]], kind: str, words: str, side: str
 ) -> None:
-    before = figure(recorded, words)[0 if side == "in_sample" else 1]
+    before = figure(documented, words)[0 if side == "in_sample" else 1]
     assert figures[kind][side].mape <= before + POINT + ROUNDING
 
 
 def test_memory_of_published_runs_is_within_a_point_of_the_record(
-    figures: dict[str, Any], recorded: dict[str, list[float]]
+    figures: dict[str, Any], documented: dict[str, list[float]]
 ) -> None:
-    mean, most_under = figure(recorded, "memory, allocated")
+    mean, most_under = figure(documented, "memory, allocated")
     assert figures["memory"]["mape"] <= mean + POINT + ROUNDING
     assert -figures["memory"]["most_under"] <= most_under + POINT + ROUNDING
 
 
-def test_no_more_verdicts_are_wrong_than_recorded(figures: dict[str, Any], recorded: dict[str, list[float]]) -> None:
-    assert len(figures["verdicts"]["wrong"]) <= figure(recorded, "right / wrong")[1]
+def test_no_more_verdicts_are_wrong_than_documented(figures: dict[str, Any], documented: dict[str, list[float]]) -> None:
+    assert len(figures["verdicts"]["wrong"]) <= figure(documented, "right / wrong")[1]
 
 
-def test_rankings_of_published_runs_are_as_good_as_recorded(figures: dict[str, Any], recorded: dict[str, list[float]]) -> None:
-    tau, regret = figure(recorded, "ranking")
+def test_rankings_of_published_runs_are_as_good_as_documented(
+    figures: dict[str, Any], documented: dict[str, list[float]]
+) -> None:
+    tau, regret = figure(documented, "ranking")
     assert figures["ranking"]["mean_tau"] >= tau - 0.05
     assert figures["ranking"]["worst_regret"] <= regret + POINT + ROUNDING
 
 
-def test_eighty_percent_ranges_hold_seven_to_nine_tenths_of_rows_left_out(figures: dict[str, Any]) -> None:
+def test_eighty_percent_ranges_cover_70_to_90_percent_of_held_out_rows(figures: dict[str, Any]) -> None:
     assert 0.70 <= figures["interval_80_coverage"] <= 0.90
 
 
-def test_no_published_row_stops_being_modelled_unseen(
+def test_rows_that_are_not_modelled_are_documented(
     figures: dict[str, Any], whole: tuple[list[ScoredRun], list[ScoredRun]]
 ) -> None:
     """The page lists each row that is not modelled: one that drops out later is a change to look at."""
@@ -369,11 +369,11 @@ def test_json_has_a_row_per_run_and_its_figures_are_those_of_the_summary(
         assert (one["reason"] is None) == (None not in predicted), one["id"]
 
 
-def test_a_worse_model_would_be_seen(whole: tuple[list[ScoredRun], list[ScoredRun]], recorded: dict[str, list[float]]) -> None:
+def test_a_worse_model_is_detected(whole: tuple[list[ScoredRun], list[ScoredRun]], documented: dict[str, list[float]]) -> None:
     """Predictions 6 % faster all over break the record: the guard can fail."""
     faster = [
         dataclasses.replace(one, tokens_per_s_per_gpu=1.06 * one.tokens_per_s_per_gpu) if one.tokens_per_s_per_gpu else one
         for one in whole[0]
     ]
     found = summary(faster, whole[1])
-    assert found["dense"]["in_sample"].mape > figure(recorded, "dense rows")[0] + POINT
+    assert found["dense"]["in_sample"].mape > figure(documented, "dense rows")[0] + POINT

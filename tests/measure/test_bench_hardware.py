@@ -18,7 +18,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
-SEEN = HardwareTimes(
+MEASURED = HardwareTimes(
     matmuls=((GemmShape(16384, 8192, 2048), 8.1e-4), (GemmShape(8192, 2048, 16384), 7.7e-4)),
     attention_forward_s=1.1e-3,
     attention_backward_s=3.2e-3,
@@ -28,9 +28,9 @@ SEEN = HardwareTimes(
 
 
 @pytest.mark.parametrize("kind", ["h200", "mi300x"], ids=["with measured matmuls", "without"])
-def test_the_laws_give_back_what_was_seen(kind: str) -> None:
+def test_the_cost_model_reproduces_the_measurement(kind: str) -> None:
     cluster = Cluster.load(f"1x{kind}")
-    found = hardware.efficiency(cluster, SEEN)
+    found = hardware.efficiency(cluster, MEASURED)
     job = Job(
         model=Model.load("llama-3-8b"),  # 32 heads of 128, as were timed
         cluster=cluster.model_copy(update={"efficiency": found}),
@@ -38,7 +38,7 @@ def test_the_laws_give_back_what_was_seen(kind: str) -> None:
         batch_tokens=hardware.TOKENS,
     )
     machine = ClusterRates(job)
-    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in SEEN.matmuls], dtype=float).T
+    m, n, k = np.array([(one.m, one.n, one.k) for one, _ in MEASURED.matmuls], dtype=float).T
     assert machine.matmul_s(m, n, k).sum() == pytest.approx(15.8e-4, rel=1e-3)
     passes = kernels.attention_passes(job, LayoutColumns.of([Layout(mbs=4)]), machine)
     assert passes.forward[0] == pytest.approx(1.1e-3, rel=1e-3)
@@ -50,9 +50,9 @@ def test_the_laws_give_back_what_was_seen(kind: str) -> None:
 
 
 def test_light_work_may_run_at_the_highest_clock() -> None:
-    found = hardware.efficiency(Cluster.load("1xh200"), replace(SEEN, clocks_mhz=(1590.0, 1980.0)))
+    found = hardware.efficiency(Cluster.load("1xh200"), replace(MEASURED, clocks_mhz=(1590.0, 1980.0)))
     assert found.boost == pytest.approx(1.245)
-    assert hardware.efficiency(Cluster.load("1xh200"), replace(SEEN, clocks_mhz=(1995.0, 1980.0))).boost == 1
+    assert hardware.efficiency(Cluster.load("1xh200"), replace(MEASURED, clocks_mhz=(1995.0, 1980.0))).boost == 1
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ def test_light_work_may_run_at_the_highest_clock() -> None:
         ("1, 2\n3, 4\n", None),
     ],
 )
-def test_what_nvidia_smi_tells_of_clocks(answer: str, clocks: tuple[float, float] | None) -> None:
+def test_clocks_of_nvidia_smi(answer: str, clocks: tuple[float, float] | None) -> None:
     assert nvidia.parse_clocks(answer) == clocks

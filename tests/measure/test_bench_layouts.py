@@ -1,4 +1,4 @@
-"""`bench layouts`: configurations from words, trials that end in every way, a study that is kept, resumed and pruned."""
+"""`bench layouts`: configurations from words, every result of a trial, a study that is stored, resumed and pruned."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def asked(plan: Plan) -> CandidateSet:
+def candidates(plan: Plan) -> CandidateSet:
     return layouts.varied(plan, layouts.base_request(plan, None, 4, 0), "mbs=1:2:4", None)
 
 
@@ -53,7 +53,7 @@ def in_file(tmp_path: Path, name: str = "tiny") -> Study:
     return Study(f"sqlite:///{tmp_path / 'study.db'}", name)
 
 
-def seen(rate: float) -> TrialResult:
+def result(rate: float) -> TrialResult:
     values = {
         "step_time_s": 1.0, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate, "model_tflops_per_gpu": 1.0, "peak_gib": 1.0,
         "peak_stage": 0, "steps": 2, "processes": 2, "device": "cpu", "time": {},
@@ -62,7 +62,7 @@ def seen(rate: float) -> TrialResult:
     return TrialResult(Measurement(**values), None, 1.0, 1.0)
 
 
-class Made:
+class FakeRunner:
     """In place of trial.run: answers of each configuration, by its micro-batch."""
 
     def __init__(self, answers: dict[int, Any]) -> None:
@@ -73,24 +73,24 @@ class Made:
         answer = self.answers[request.layout.mbs]
         if isinstance(answer, BaseException):
             raise answer
-        if isinstance(answer, list):  # tokens/s step by step, until somebody has seen enough
+        if isinstance(answer, list):  # tokens/s step by step, until it is stopped early
             for number, rate in enumerate(answer, 3):
                 if look([TrialStep(number, rate)]):
                     return TrialFailure("stopped", f"stopped after step {number}")
-            return seen(answer[-1])
-        return answer if isinstance(answer, TrialFailure) else seen(answer)
+            return result(answer[-1])
+        return answer if isinstance(answer, TrialFailure) else result(answer)
 
 
-def made(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> Made:
-    runner = Made(answers)
+def fake_runner(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> FakeRunner:
+    runner = FakeRunner(answers)
     monkeypatch.setattr(trial, "run", runner)
     return runner
 
 
-# What is asked
+# Candidates
 
 
-def test_one_field_changes_and_the_batch_stays(plan: Plan) -> None:
+def test_varying_a_field_keeps_the_batch(plan: Plan) -> None:
     base = layouts.base_request(plan, None, 5, 0)
     found = layouts.varied(plan, base, "tp,mbs,recompute", None)
     names = [one.name for one in found.candidates]
@@ -104,12 +104,12 @@ def test_one_field_changes_and_the_batch_stays(plan: Plan) -> None:
     assert not any(one.request.checkpoint.save for one in found.candidates)
 
 
-def test_two_words_for_one_layout_are_measured_once(plan: Plan) -> None:
+def test_duplicate_layouts_are_measured_once(plan: Plan) -> None:
     found = layouts.varied(plan, layouts.base_request(plan, None, 5, 0), "mbs=4,gas=1", None)
     assert [one.name for one in found.candidates] == ["the plan", "mbs=4"]
 
 
-def test_what_cannot_run_is_left_out_and_says_why(plan: Plan) -> None:
+def test_unrunnable_layouts_are_skipped_with_a_reason(plan: Plan) -> None:
     found = layouts.varied(plan, layouts.base_request(plan, None, 5, 0), "ep,schedule=1f1b:afab,mbs=3", None)
     assert [one.name for one in found.candidates] == ["the plan"]
     assert [line.split(":")[0] for line in found.left_out] == ["ep=2", "schedule=afab", "mbs=3"]
@@ -117,11 +117,11 @@ def test_what_cannot_run_is_left_out_and_says_why(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [("tpp", "did you mean 'tp'"), ("", "names no field"), ("mbs=two", "whole number"), ("recompute=some", "selective")],
 )
-def test_words_that_vary_nothing_are_refused(plan: Plan, words: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_options_that_vary_nothing_are_refused(plan: Plan, words: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         layouts.varied(plan, layouts.base_request(plan, None, 5, 0), words, None)
 
 
@@ -164,13 +164,13 @@ def test_a_trial_is_the_engines_own_run(plan: Plan, tmp_path: Path) -> None:
     )
     assert isinstance(ended, TrialResult)
     assert Measurement.load(tmp_path / "run" / "measurement.json") == ended.measured
-    assert [step.number for step in steps] == [3, 4, 5]  # the first two tell nothing of speed
+    assert [step.number for step in steps] == [3, 4, 5]  # the first two are warm-up
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert ended.loss == last["loss"]
     assert steps[-1].tokens_per_s == pytest.approx(2 * last["tokens_per_s_per_gpu"])
 
 
-def test_a_killed_rank_is_a_reason(plan: Plan, tmp_path: Path) -> None:
+def test_a_killed_rank_is_a_trial_failure(plan: Plan, tmp_path: Path) -> None:
     request = layouts.base_request(plan, None, 500, 0)
     killed: list[int] = []
 
@@ -194,7 +194,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_killed_trial_is_a_reason_and_its_ranks_end(plan: Plan, tmp_path: Path) -> None:
+def test_a_killed_trial_is_a_failure_and_its_ranks_end(plan: Plan, tmp_path: Path) -> None:
     ranks: list[int] = []
 
     def kill_the_trial(new: list[TrialStep]) -> bool:
@@ -209,19 +209,19 @@ def test_a_killed_trial_is_a_reason_and_its_ranks_end(plan: Plan, tmp_path: Path
     assert isinstance(ended, TrialFailure)
     assert (ended.kind, "without a word" in ended.reason) == ("killed", True)
     assert len(ranks) == 2
-    gone_by = time.monotonic() + 10
+    deadline = time.monotonic() + 10
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < gone_by
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_a_trial_failure(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real refusal of the system: address space for 64 MiB more than there is."""
     train = launcher.train
 
     def limited(*words: Any, **more: Any) -> Any:
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (held + 2**26, resource.RLIM_INFINITY))
+        resident = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (resident + 2**26, resource.RLIM_INFINITY))
         return train(*words, **more)
 
     monkeypatch.setattr(launcher, "train", limited)
@@ -233,9 +233,7 @@ def test_a_trial_without_memory_is_a_reason(plan: Plan, tmp_path: Path, monkeypa
     assert ended.kind == "out of memory", ended
 
 
-def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hangs_and_crashes_are_trial_failures(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "train", lambda *_, **__: time.sleep(60))
     request = layouts.base_request(plan, None, 4, 0)
     ended = trial.run(request, tmp_path / "a", None, 0.5)
@@ -249,9 +247,9 @@ def test_a_trial_that_hangs_and_one_that_crashes_are_reasons(
     assert trial.run(request, tmp_path / "b", None, 60) == TrialFailure("crashed", "ValueError: no such kernel")
 
 
-def test_reasons_are_one_sentence() -> None:
-    told = "rank 1 (tp 1) failed:\nTraceback (most recent call last):\n  File x\nValueError: bad\nThis was rank 1, at step 2"
-    assert trial.failure(RunError(told)) == TrialFailure("crashed", "ValueError: bad")
+def test_failure_reasons_are_one_sentence() -> None:
+    error = "rank 1 (tp 1) failed:\nTraceback (most recent call last):\n  File x\nValueError: bad\nThis was rank 1, at step 2"
+    assert trial.failure(RunError(error)) == TrialFailure("crashed", "ValueError: bad")
     killed = "rank 0 failed:\nthe process ended without a word (signal SIGKILL: the system's out-of-memory killer struck)"
     assert trial.failure(RunError(killed)).kind == "out of memory"
     stuck = "rank 0 has not moved for 600 s: step 3, forward and backward, waiting in all_reduce\nrank 1 is stopped"
@@ -263,12 +261,12 @@ def test_reasons_are_one_sentence() -> None:
 # The study
 
 
-def test_every_end_is_recorded_and_nothing_is_repeated(
-    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_result_is_stored_and_no_trial_repeated(
+    candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = TrialFailure("out of memory", "rank 0 ran out of memory at step 1")
-    runner = made(monkeypatch, {2: 100.0, 1: failed, 4: 150.0})
-    rows = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()
+    runner = fake_runner(monkeypatch, {2: 100.0, 1: failed, 4: 150.0})
+    rows = Sweep(candidates, in_file(tmp_path), tmp_path, None, 60).run()
     assert runner.ran == [2, 1, 4]
     states = [(row.record.state, row.record.tokens_per_s, row.record.reason) for row in rows if row.record]
     assert states == [("measured", 100.0, ""), ("failed", None, failed.reason), ("measured", 150.0, "")]
@@ -278,78 +276,78 @@ def test_every_end_is_recorded_and_nothing_is_repeated(
     assert found is not None
     assert found.winner.candidate.name == "mbs=4"
     assert found.regret == pytest.approx(0.5)
-    again = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()  # as another process would
+    again = Sweep(candidates, in_file(tmp_path), tmp_path, None, 60).run()  # as another process would
     assert runner.ran == [2, 1, 4]
     assert [row.record for row in again] == [row.record for row in rows]
 
 
-def test_ctrl_c_keeps_what_is_finished_and_the_rest_goes_on(
-    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_keeps_finished_trials_and_the_rest_resumes(
+    candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(monkeypatch, {2: 100.0, 1: KeyboardInterrupt(), 4: 1.0})
-    sweep = Sweep(asked, in_file(tmp_path), tmp_path, None, 60)
+    fake_runner(monkeypatch, {2: 100.0, 1: KeyboardInterrupt(), 4: 1.0})
+    sweep = Sweep(candidates, in_file(tmp_path), tmp_path, None, 60)
     with pytest.raises(KeyboardInterrupt):
         sweep.run()
     assert [row.record.state for row in sweep.rows if row.record] == ["measured", "failed", "waiting"]
     assert [row.record.finished for row in sweep.rows if row.record] == [True, False, False]
-    runner = made(monkeypatch, {1: 70.0, 4: 80.0})
-    rows = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()
+    runner = fake_runner(monkeypatch, {1: 70.0, 4: 80.0})
+    rows = Sweep(candidates, in_file(tmp_path), tmp_path, None, 60).run()
     assert sorted(runner.ran) == [1, 4]
     assert [row.record.tokens_per_s for row in rows if row.record] == [100.0, 70.0, 80.0]
 
 
-def test_a_sweep_that_is_killed_goes_on(asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner of a running trial is dead: whoever looks next says so, and runs it again."""
+def test_a_killed_sweep_resumes(candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of a running trial is dead: the next process marks it so and runs it again."""
 
     def claims_and_dies() -> None:
         study = in_file(tmp_path)
-        study.offer(asked.candidates, False)
-        study.claim([asked.candidates[0].layout])
+        study.offer(candidates.candidates, False)
+        study.claim([candidates.candidates[0].layout])
         os._exit(9)
 
     process = multiprocessing.get_context("fork").Process(target=claims_and_dies)
     process.start()
     process.join()
     study = in_file(tmp_path)
-    assert study.records()[asked.candidates[0].layout].state == "running"
-    runner = made(monkeypatch, {2: 100.0, 1: 1.0, 4: 2.0})
-    rows = Sweep(asked, study, tmp_path, None, 60).run()
+    assert study.records()[candidates.candidates[0].layout].state == "running"
+    runner = fake_runner(monkeypatch, {2: 100.0, 1: 1.0, 4: 2.0})
+    rows = Sweep(candidates, study, tmp_path, None, 60).run()
     assert sorted(runner.ran) == [1, 2, 4]
     assert [row.record.state for row in rows if row.record] == ["measured"] * 3
     dead = study.study.get_trials(states=(optuna.trial.TrialState.FAIL,))
     assert [one.user_attrs["reason"] for one in dead] == ["the process that ran it is gone"]
 
 
-def test_a_silent_machine_loses_its_trial(asked: CandidateSet, tmp_path: Path) -> None:
+def test_a_trial_of_an_unresponsive_machine_is_reclaimed(candidates: CandidateSet, tmp_path: Path) -> None:
     study = in_file(tmp_path)
-    study.offer(asked.candidates, False)
-    claimed = study.claim([asked.candidates[0].layout])
+    study.offer(candidates.candidates, False)
+    claimed = study.claim([candidates.candidates[0].layout])
     assert claimed is not None
     study._note(claimed[1], owner={"host": "another", "pid": 1})
     study.fail_orphans()
-    assert study.records()[claimed[0]].state == "running"  # it beat a moment ago
+    assert study.records()[claimed[0]].state == "running"  # its heartbeat is recent
     with sqlite3.connect(tmp_path / "study.db") as database:
         database.execute("update trial_heartbeats set heartbeat = datetime('now', '-2 minutes')")
     study.fail_orphans()
     record = study.records()[claimed[0]]
     assert (record.state, record.kind, record.reason) == ("failed", "interrupted", "the machine that ran it fell silent")
-    # It was only slow: what it says now changes nothing.
+    # It was only slow: its late result changes nothing.
     assert not study.report(claimed[1], [TrialStep(3, 1.0)])
-    study.finish(claimed[1], seen(5.0), 1.0, tmp_path)
+    study.finish(claimed[1], result(5.0), 1.0, tmp_path)
     assert study.records()[claimed[0]] == record
 
 
-def test_slow_trials_stop_early_in_a_race_and_not_when_fields_are_varied(
-    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_slow_trials_stop_early_only_when_ranked(
+    candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = [30.0, 100.0, 70.0, 60.0, 99.0]  # medians of two, three, four steps: 65 is below 80 of the best's hundred
-    made(monkeypatch, {2: [100.0] * 5, 1: slow, 4: [90.0] * 5})
-    race = replace(asked, ranked=True)
+    fake_runner(monkeypatch, {2: [100.0] * 5, 1: slow, 4: [90.0] * 5})
+    race = replace(candidates, ranked=True)
     rows = Sweep(race, in_file(tmp_path), tmp_path, None, 60).run()
     ends = [(row.record.state, row.record.reason, row.record.tokens_per_s) for row in rows if row.record]
     assert ends == [("measured", "", 100.0), ("stopped early", "stopped after step 4", 65.0), ("measured", "", 90.0)]
     assert verdict(rows).regret == 0.0  # type: ignore[union-attr]
-    varied = Sweep(asked, in_file(tmp_path), tmp_path, None, 60).run()  # wants it measured to the end
+    varied = Sweep(candidates, in_file(tmp_path), tmp_path, None, 60).run()  # wants it measured to the end
     assert [row.record.state for row in varied if row.record] == ["measured"] * 3
 
 
@@ -359,8 +357,8 @@ def test_a_trial_is_stopped_after_enough_steps_and_only_beside_a_better_one() ->
     assert clearly_slower([1.0, 1.0], best=100.0)
 
 
-def test_a_budget_that_is_spent_leaves_the_rest_waiting(
-    asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_trials_beyond_the_budget_stay_pending(
+    candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(layouts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -372,14 +370,14 @@ def test_a_budget_that_is_spent_leaves_the_rest_waiting(
         return TrialFailure("timed out", "no end")
 
     monkeypatch.setattr(trial, "run", slow)
-    ended = Sweep(asked, in_file(tmp_path), tmp_path, None, 60, budget_s=5.0).run()
+    ended = Sweep(candidates, in_file(tmp_path), tmp_path, None, 60, budget_s=5.0).run()
     assert limits == [5.0]
     kinds = [(row.record.state, row.record.kind) for row in ended if row.record]
     assert kinds == [("failed", "interrupted"), ("waiting", ""), ("waiting", "")]
 
 
-def test_regret_of_a_first_choice_that_failed_is_not_known(asked: CandidateSet) -> None:
-    first, second, _ = asked.candidates
+def test_regret_of_a_failed_first_choice_is_unknown(candidates: CandidateSet) -> None:
+    first, second, _ = candidates.candidates
     rows = (TrialRow(first, TrialRecord(0, "failed", reason="x")), TrialRow(second, TrialRecord(1, "measured", 10.0)))
     found = verdict(rows)
     assert found is not None
@@ -404,35 +402,35 @@ def test_studies_are_of_one_job(plan: Plan) -> None:
 # Databases that cannot
 
 
-def test_a_locked_database_says_so(asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_database_is_a_clear_error(candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts_storage, "LOCK_WAIT_S", 0.1)
     study = in_file(tmp_path)
     other = sqlite3.connect(tmp_path / "study.db", isolation_level=None)
     other.execute("begin exclusive")
     with pytest.raises(RunError, match=r"locked by another process.*the same command goes on"):
-        study.offer(asked.candidates, False)
+        study.offer(candidates.candidates, False)
     other.close()
 
 
-def test_a_full_disk_keeps_what_is_finished(asked: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_finished_trials(candidates: CandidateSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite's own word for it, from a file that may not grow."""
     study = in_file(tmp_path)
-    made(monkeypatch, {2: 100.0, 1: 50.0, 4: 60.0})
-    sweep = Sweep(replace(asked, candidates=asked.candidates[:1]), study, tmp_path, None, 60)
+    fake_runner(monkeypatch, {2: 100.0, 1: 50.0, 4: 60.0})
+    sweep = Sweep(replace(candidates, candidates=candidates.candidates[:1]), study, tmp_path, None, 60)
     sweep.run()
 
     @optuna.storages._rdb.storage.sqlalchemy.event.listens_for(study.storage.engine, "connect")  # type: ignore[attr-defined]
     def full(connection: Any, _: Any) -> None:
         connection.execute("pragma max_page_count = 1")
 
-    more = [made_up(asked, number) for number in range(50)]
+    more = [synthetic_candidate(candidates, number) for number in range(50)]
     with pytest.raises(RunError, match=r"disk of sqlite.*is full: make room.*goes on"):
         study.offer(more, False)
-    assert in_file(tmp_path).records()[asked.candidates[0].layout].tokens_per_s == 100.0
+    assert in_file(tmp_path).records()[candidates.candidates[0].layout].tokens_per_s == 100.0
 
 
-def made_up(asked: CandidateSet, number: int) -> LayoutCandidate:
-    one = asked.candidates[0]
+def synthetic_candidate(candidates: CandidateSet, number: int) -> LayoutCandidate:
+    one = candidates.candidates[0]
     return replace(one, request=replace(one.request, layout=one.layout.changed(gas=100 + number)))
 
 
@@ -452,15 +450,15 @@ def test_one_process_at_a_time_on_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("study.db", "such as sqlite"),
         ("mysql://me:secret@host/x", "such as sqlite"),
         ("postgresql://me:secret@127.0.0.1:1/none", r"cannot be opened \("),
     ],
 )
-def test_storage_that_is_none(url: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said) as error:
+def test_invalid_storage_is_refused(url: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as error:
         Study(url, "x")
     assert "secret" not in str(error.value)
 
@@ -468,29 +466,29 @@ def test_storage_that_is_none(url: str, said: str) -> None:
 # The command
 
 
-def test_the_command_measures_and_goes_on(plan: Plan, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_and_resumes(plan: Plan, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_names", list)
     monkeypatch.setattr(launcher, "detect_cluster", lambda *_: Cluster.load("2xh100"))
     file = plan.save(tmp_path / "plan.yaml")
     words = ("bench", "layouts", file, "-o", tmp_path / "out", "--steps", "4")
-    code, out, said = run(*words, "--budget", "2m", "--top", "2", "--json", tmp_path / "out.json")
-    assert code == 0, said
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["trials"][0]["trial"]["state"] == "measured"
-    assert told["regret"] is not None
+    code, out, err = run(*words, "--budget", "2m", "--top", "2", "--json", tmp_path / "out.json")
+    assert code == 0, err
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["trials"][0]["trial"]["state"] == "measured"
+    assert written["regret"] is not None
     assert "Fastest" in out
     winner = Plan.load(tmp_path / "out" / "winner.yaml")
-    names = {one["name"]: one["layout"] for one in told["trials"]}
-    assert winner.layout.model_dump(mode="json") == names[told["winner"]]
-    assert "tokens/s; 1 of 2" in said
+    names = {one["name"]: one["layout"] for one in written["trials"]}
+    assert winner.layout.model_dump(mode="json") == names[written["winner"]]
+    assert "tokens/s; 1 of 2" in err
     monkeypatch.setattr(trial, "run", None)  # nothing is left to run
-    code, _, said = run(*words, "--budget", "2m", "--top", "2")
+    code, _, err = run(*words, "--budget", "2m", "--top", "2")
     assert code == 0
-    assert "known: #1" in said
+    assert "known: #1" in err
 
 
 @pytest.mark.slow
-def test_a_bench_that_is_killed_leaves_nobody_behind_and_goes_on(plan: Plan, tmp_path: Path) -> None:
+def test_a_killed_bench_leaves_no_process_and_resumes(plan: Plan, tmp_path: Path) -> None:
     """kill -9 of the command itself, in the middle of a trial."""
     file = plan.save(tmp_path / "plan.yaml")
     words = [sys.executable, "-m", "ultrascale", "bench", "layouts", file, "--vary", "mbs=2:4", "-o", tmp_path / "out"]
@@ -505,12 +503,12 @@ def test_a_bench_that_is_killed_leaves_nobody_behind_and_goes_on(plan: Plan, tmp
     family = [leader, *children(leader)]
     bench.kill()
     bench.wait()
-    gone_by = time.monotonic() + 10
+    deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in family):
-        assert time.monotonic() < gone_by
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    told = tmp_path / "told.json"
-    ended = subprocess.run([*words, "--steps", "400", "--budget", "1s", "--json", told], capture_output=True, text=True)
+    json_file = tmp_path / "told.json"
+    ended = subprocess.run([*words, "--steps", "400", "--budget", "1s", "--json", json_file], capture_output=True, text=True)
     assert ended.returncode == 1, ended.stderr  # a second is too short for any trial to end
     study = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'out' / 'study.db'}")
     reasons = [one.user_attrs.get("reason") for one in study.get_trials()]
@@ -519,29 +517,31 @@ def test_a_bench_that_is_killed_leaves_nobody_behind_and_goes_on(plan: Plan, tmp
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "--vary tp,mbs,recompute or --budget 30m"),
         (("--budget", "soon"), "such as 30m"),
         (("--vary", "x"), "--vary mbs=1:2:4"),
     ],
 )
-def test_the_command_refuses(plan: Plan, run: Run, tmp_path: Path, words: tuple[str, ...], said: str, monkeypatch: Any) -> None:
+def test_the_command_refuses(
+    plan: Plan, run: Run, tmp_path: Path, words: tuple[str, ...], message: str, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(machine, "gpu_names", list)
     monkeypatch.setattr(launcher, "detect_cluster", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     code, _, error = run("bench", "layouts", plan.save(tmp_path / "plan.yaml"), *words)
     assert code == 2
-    assert said in error
+    assert message in error
 
 
-def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optuna_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(SpecError, match=r"pip install 'ultrascale\[bench\]'"):
         layouts.import_optuna()
 
 
-def test_nor_does_the_command_fail_before_it_says_so(plan: Plan, tmp_path: Path) -> None:
+def test_the_command_reports_missing_optuna(plan: Plan, tmp_path: Path) -> None:
     """In a process of its own: here everything that wants optuna is long imported."""
     file = plan.save(tmp_path / "plan.yaml")
     words = f"sys.modules['optuna'] = None; sys.argv = ['ultrascale', 'bench', 'layouts', {str(file)!r}, '--vary', 'mbs']"

@@ -1,4 +1,4 @@
-"""Several machines and one study: a real PostgreSQL server, started here, and claims that nobody shares."""
+"""Several machines and one study: a real PostgreSQL server, started here, and exclusive claims of trials."""
 
 from __future__ import annotations
 
@@ -96,43 +96,43 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def asked() -> CandidateSet:
+def candidates() -> CandidateSet:
     job = Job(model=Model.load("tiny"), cluster=Cluster.load("2xh100"), seq=64, batch_tokens=8 * 64, precision="fp32")
     layout = Layout(dp=2, mbs=4, gas=1)
     plan = Plan(job=job, layout=layout, estimate=estimate(job, layout))
     return layouts.varied(plan, layouts.base_request(plan, None, 3, 0), "mbs,recompute", None)
 
 
-def work(url: str, asked: CandidateSet, folder: Path, told: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+def work(url: str, candidates: CandidateSet, folder: Path, queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
     """One machine: takes what waits until nothing does. Trials fail at once, which is a result too."""
     study = Study(url, "shared")  # all of them at once, on a server that has no tables yet
-    study.offer(asked.candidates, False)
+    study.offer(candidates.candidates, False)
     mine = []
-    while (claimed := study.claim([one.layout for one in asked.candidates])) is not None:
+    while (claimed := study.claim([one.layout for one in candidates.candidates])) is not None:
         mine.append(claimed[1])
         study.finish(claimed[1], TrialFailure("crashed", "made up"), 0.1, folder)
-    told.put(mine)
+    queue.put(mine)
 
 
 @pytest.mark.slow
-def test_machines_share_a_study_and_no_trial(server: Server, asked: CandidateSet, tmp_path: Path) -> None:
-    assert len(asked.candidates) == 5
+def test_machines_share_a_study_without_duplicate_trials(server: Server, candidates: CandidateSet, tmp_path: Path) -> None:
+    assert len(candidates.candidates) == 5
     context = multiprocessing.get_context("fork")
-    told = context.Queue()
-    machines = [context.Process(target=work, args=(server.url, asked, tmp_path, told)) for _ in range(3)]
+    queue = context.Queue()
+    machines = [context.Process(target=work, args=(server.url, candidates, tmp_path, queue)) for _ in range(3)]
     for machine in machines:
         machine.start()
-    taken = [told.get(timeout=WAIT_S) for _ in machines]
+    taken = [queue.get(timeout=WAIT_S) for _ in machines]
     for machine in machines:
         machine.join()
     assert sorted(number for one in taken for number in one) == list(range(5))
     records = Study(server.url, "shared").records()
     assert {record.state for record in records.values()} == {"failed"}
-    assert set(records) == {one.layout for one in asked.candidates}
+    assert set(records) == {one.layout for one in candidates.candidates}
 
 
-def test_a_real_trial_is_kept_on_the_server(server: Server, asked: CandidateSet, tmp_path: Path) -> None:
-    one = CandidateSet(asked.base, asked.candidates[:1])
+def test_a_real_trial_is_stored_on_the_server(server: Server, candidates: CandidateSet, tmp_path: Path) -> None:
+    one = CandidateSet(candidates.base, candidates.candidates[:1])
     (row,) = Sweep(one, Study(server.url, "real"), tmp_path, None, 120).run()
     assert row.record is not None
     assert row.record.state == "measured", row.record
@@ -140,14 +140,14 @@ def test_a_real_trial_is_kept_on_the_server(server: Server, asked: CandidateSet,
     assert again.records()[one.candidates[0].layout] == row.record
 
 
-def test_a_database_that_is_not_there(server: Server) -> None:
+def test_a_missing_database_is_a_clear_error(server: Server) -> None:
     with pytest.raises(SpecError, match=r"cannot be opened \(.*does not exist"):
         Study(server.url.replace("/postgres", "/none"), "x")
 
 
-def test_a_server_that_ends_says_so(server: Server, asked: CandidateSet) -> None:
+def test_a_lost_server_is_a_clear_error(server: Server, candidates: CandidateSet) -> None:
     """The last of this file: it ends the server."""
     study = Study(server.url, "ends")
     server.end()
     with pytest.raises(RunError, match=r"does not answer any more.*the same command goes on"):
-        study.offer(asked.candidates, False)
+        study.offer(candidates.candidates, False)

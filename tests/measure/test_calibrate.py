@@ -1,4 +1,4 @@
-"""Calibration: a made-up truth is found again, what runs do not tell is refused, and runs left out have the last word."""
+"""Calibration: known constants are recovered, unidentifiable ones keep defaults, and held-out runs decide."""
 
 from __future__ import annotations
 
@@ -52,19 +52,21 @@ def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
         cluster=Cluster.load(f"{gpus}xh100"),
         seq=seq,
         batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("ultrascale-gpu").model_copy(update={"cuda_graphs": False}),  # so that launches tell
+        framework=Framework.load("ultrascale-gpu").model_copy(update={"cuda_graphs": False}),  # launches must count
     )
 
 
-def seen(model: str, seq: int, layout: Layout, truth: Efficiency = TRUTH, gpus: int = 1, name: str = "") -> CalibrationRun:
+def simulated_run(
+    model: str, seq: int, layout: Layout, truth: Efficiency = TRUTH, gpus: int = 1, name: str = ""
+) -> CalibrationRun:
     """A run as the laws say it under other constants than those of its plan."""
     job = job_of(model, seq, layout, gpus)
     real = job.changed(cluster=job.cluster.model_copy(update={"efficiency": truth}))
     return CalibrationRun(name or f"{model}-{seq}-{layout}", job, layout, estimate(real, layout).step_time_s)
 
 
-def made_up(truth: Efficiency = TRUTH) -> list[CalibrationRun]:
-    return [seen(model, seq, Layout(mbs=mbs), truth) for model, seq, mbs in SHAPES]
+def simulated_runs(truth: Efficiency = TRUTH) -> list[CalibrationRun]:
+    return [simulated_run(model, seq, Layout(mbs=mbs), truth) for model, seq, mbs in SHAPES]
 
 
 def verdict(found: Calibration, name: str) -> ConstantVerdict:
@@ -73,10 +75,10 @@ def verdict(found: Calibration, name: str) -> ConstantVerdict:
 
 @pytest.fixture(scope="module")
 def recovered() -> Calibration:
-    return calibrate(made_up())
+    return calibrate(simulated_runs())
 
 
-def test_a_made_up_truth_is_found_again(recovered: Calibration) -> None:
+def test_known_constants_are_recovered(recovered: Calibration) -> None:
     given = recovered.cluster.efficiency
     assert given.matmul == pytest.approx(0.95, rel=0.02)
     assert given.attention_forward == pytest.approx(0.44, rel=0.04)
@@ -88,7 +90,7 @@ def test_a_made_up_truth_is_found_again(recovered: Calibration) -> None:
     assert recovered.improved
 
 
-def test_what_one_gpu_cannot_tell_stays_and_says_which_run_would(recovered: Calibration) -> None:
+def test_unidentifiable_constants_keep_defaults_and_name_the_missing_run(recovered: Calibration) -> None:
     for name, run in (("link_bandwidth", "layout.tp=2"), ("network_bandwidth", "two nodes"), ("matmul_fp8", "fp8")):
         one = verdict(recovered, name)
         assert one.known is None
@@ -99,7 +101,7 @@ def test_what_one_gpu_cannot_tell_stays_and_says_which_run_would(recovered: Cali
     assert recovered.cluster.efficiency.network_bandwidth == Efficiency().network_bandwidth
 
 
-def test_a_cluster_says_where_its_constants_come_from(recovered: Calibration, tmp_path: Path) -> None:
+def test_a_cluster_names_the_source_of_its_constants(recovered: Calibration, tmp_path: Path) -> None:
     again = Cluster.load(recovered.cluster.save(tmp_path / "cluster.yaml"))
     assert again == recovered.cluster
     origin = again.calibrated
@@ -120,8 +122,8 @@ def test_what_is_printed(recovered: Calibration) -> None:
     assert "ultrascale plan --cluster cluster.yaml" in text
 
 
-def test_one_shape_tells_one_constant() -> None:
-    runs = [replace(seen("smollm2-1.7b", 4096, Layout(mbs=4)), name=str(number)) for number in range(4)]
+def test_one_shape_identifies_one_constant() -> None:
+    runs = [replace(simulated_run("smollm2-1.7b", 4096, Layout(mbs=4)), name=str(number)) for number in range(4)]
     found = calibrate(runs)
     fitted = [one.name for one in found.verdicts if one.known is not None]
     assert fitted == ["matmul"]
@@ -129,19 +131,21 @@ def test_one_shape_tells_one_constant() -> None:
     assert verdict(found, "matmul_ramp").known is None
 
 
-def test_two_gpus_tell_their_link() -> None:
+def test_two_gpus_identify_the_link() -> None:
     truth = TRUTH.model_copy(update={"link_bandwidth": 0.4})
-    cut = [seen("llama-3.2-1b", seq, Layout(tp=2, mbs=mbs), truth, gpus=2) for seq, mbs in ((2048, 8), (4096, 2))]
-    found = calibrate([*made_up()[2:], *cut])
+    cut = [simulated_run("llama-3.2-1b", seq, Layout(tp=2, mbs=mbs), truth, gpus=2) for seq, mbs in ((2048, 8), (4096, 2))]
+    found = calibrate([*simulated_runs()[2:], *cut])
     assert found.base.gpus == 2
     assert verdict(found, "link_bandwidth").known is not None
     assert verdict(found, "link_bandwidth").after == pytest.approx(0.4, rel=0.15)
     assert verdict(found, "network_bandwidth").known is None
 
 
-def test_a_run_that_alone_tells_a_constant_judges_nothing() -> None:
-    small, _, *large = made_up()
-    found = calibrate([small, *large, seen("llama-3.2-1b", 8192, Layout(mbs=2)), seen("smollm2-1.7b", 2048, Layout(mbs=8))])
+def test_a_run_that_alone_identifies_a_constant_is_not_used_for_validation() -> None:
+    small, _, *large = simulated_runs()
+    found = calibrate(
+        [small, *large, simulated_run("llama-3.2-1b", 8192, Layout(mbs=2)), simulated_run("smollm2-1.7b", 2048, Layout(mbs=8))]
+    )
     judged = found.runs[0]
     assert "kernel_launch_s" in judged.alone
     assert judged.left_out_s < 0.8 * judged.step_s < judged.after_s
@@ -151,10 +155,10 @@ def test_a_run_that_alone_tells_a_constant_judges_nothing() -> None:
     assert left_out.worst < 0.1
 
 
-def test_constants_that_do_worse_on_runs_left_out_are_not_taken(run: Run, tmp_path: Path) -> None:
-    """Runs that nothing explains: the same few shapes, each at random half as fast or twice as fast as the plan says."""
+def test_constants_worse_on_held_out_runs_are_rejected(run: Run, tmp_path: Path) -> None:
+    """Runs that no constants fit: the same few shapes, each at random half as fast or twice as fast as the plan says."""
     rng, base = random.Random(1), Efficiency()
-    runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in made_up(base)]
+    runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in simulated_runs(base)]
     write(tmp_path / "runs.jsonl", runs, extra_gib=base.workspace_gib)
     code, out, error = run("calibrate", tmp_path / "runs.jsonl", "-o", tmp_path / "cluster.yaml", "--json")
     assert code == 1, error
@@ -165,7 +169,7 @@ def test_constants_that_do_worse_on_runs_left_out_are_not_taken(run: Run, tmp_pa
     assert not (tmp_path / "cluster.yaml").exists()
 
 
-def test_the_middle_error_on_runs_that_others_judge_decides() -> None:
+def test_the_median_held_out_error_decides() -> None:
     def judged(left_out: float, alone: tuple[str, ...] = ()) -> CalibratedRun:
         return CalibratedRun("x", 1.0, 1.04, 1.0, left_out, 0.0, alone)
 
@@ -182,7 +186,7 @@ def test_the_middle_error_on_runs_that_others_judge_decides() -> None:
 def test_memory_is_fitted_where_times_need_no_fit(tmp_path: Path) -> None:
     """Times that nothing explains, as above; but what an allocator holds beside is the same in all."""
     rng, base = random.Random(1), Efficiency()
-    runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in made_up(base)]
+    runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in simulated_runs(base)]
     write(tmp_path / "runs.jsonl", runs, extra_gib=0.07)
     found = calibrate(load([tmp_path / "runs.jsonl"]))
     assert found.improved
@@ -197,8 +201,8 @@ def test_memory_is_fitted_where_times_need_no_fit(tmp_path: Path) -> None:
 
 def measurement(one: CalibrationRun, holes: float | None = 0.0, extra_gib: float = 0.0) -> Measurement:
     real = estimate(one.job, one.layout).memory[0].memory
-    held = {name: getattr(real, name) for name in ("parameters", "master", "gradients", "optimizer", "buffers")}
-    tensors = MeasuredMemory(**held, activations=real.activations + extra_gib * GIB, runtime=holes)
+    states = {name: getattr(real, name) for name in ("parameters", "master", "gradients", "optimizer", "buffers")}
+    tensors = MeasuredMemory(**states, activations=real.activations + extra_gib * GIB, runtime=holes)
     return Measurement(
         step_time_s=one.step_s,
         tokens_per_s=1,
@@ -231,7 +235,7 @@ def folder(path: Path, one: CalibrationRun) -> Path:
 
 
 def test_the_verb_from_folders_to_a_plan(run: Run, tmp_path: Path) -> None:
-    for number, one in enumerate(made_up()):
+    for number, one in enumerate(simulated_runs()):
         folder(tmp_path / "runs" / str(number), one)
     (tmp_path / "runs" / "unfinished").mkdir()  # of a run that is still going on
     code, out, error = run("calibrate", tmp_path / "runs", "-o", tmp_path / "cluster.yaml", "--json")
@@ -248,18 +252,18 @@ def test_the_verb_from_folders_to_a_plan(run: Run, tmp_path: Path) -> None:
 
 
 def test_workspaces_and_holes_of_an_allocator(tmp_path: Path) -> None:
-    write(tmp_path / "runs.jsonl", made_up(), extra_gib=0.07)
+    write(tmp_path / "runs.jsonl", simulated_runs(), extra_gib=0.07)
     runs = load([tmp_path / "runs.jsonl"])
     base = Base.of(runs[0].job)
-    held = [measured_peak(base, one) for one in runs]
-    found = fit_memory([replace(one, holes=0.1 * one.moving) for one in held if one is not None])
+    peaks = [measured_peak(base, one) for one in runs]
+    found = fit_memory([replace(one, holes=0.1 * one.moving) for one in peaks if one is not None])
     assert found["workspace_gib"] == pytest.approx(0.07, abs=1e-3)
     assert found["allocator_slack"] == pytest.approx(0.1, rel=0.01)
-    assert fit_memory([replace(one, holes=None) for one in held if one is not None]) == {}
+    assert fit_memory([replace(one, holes=None) for one in peaks if one is not None]) == {}
 
 
-def test_what_cannot_be_calibrated_with_is_refused(run: Run, tmp_path: Path) -> None:
-    one = made_up()[3]
+def test_unusable_runs_are_refused(run: Run, tmp_path: Path) -> None:
+    one = simulated_runs()[3]
     folder(tmp_path / "whole", one)
     folder(tmp_path / "no-plan", one)
     (tmp_path / "no-plan" / "plan.yaml").unlink()
@@ -288,8 +292,8 @@ def test_what_cannot_be_calibrated_with_is_refused(run: Run, tmp_path: Path) -> 
         assert words in " ".join(error.split()), error
 
 
-def test_numbers_of_processes_on_a_cpu_are_machines_of_their_own() -> None:
-    one = made_up()[0]
+def test_process_counts_of_a_cpu_are_separate_machines() -> None:
+    one = simulated_runs()[0]
     slow = one.job.cluster.model_copy(update={"efficiency": Efficiency(synchronous=True)})
     alone = replace(one, job=one.job.changed(cluster=slow))
     two = replace(alone, name="two", layout=Layout(dp=2))
@@ -309,12 +313,17 @@ def test_a_table_of_own_runs(tmp_path: Path) -> None:
     assert first.memory is None
 
 
-def test_a_cpu_is_found_again_by_runs_that_tell_its_constants_apart() -> None:
+def test_cpu_constants_are_recovered_from_independent_runs() -> None:
     base = cpu_cluster(1, CPURates(2e11, 3e10, 1.2e-5, 1.5e11, 1e11, 1e9), LinkRate(1e9, 1e-4), 2.0**34)
     truth = base.efficiency.model_copy(update={"matmul": 1.4, "kernel_launch_s": 4e-6, "softmax_gscores_s": 1.5})
-    asked = (("mini", 256, 4, 2, "none"), ("tiny", 512, 4, 2, "none"), ("tiny", 128, 1, 4, "none"), ("mini", 128, 2, 2, "full"))
+    shapes = (
+        ("mini", 256, 4, 2, "none"),
+        ("tiny", 512, 4, 2, "none"),
+        ("tiny", 128, 1, 4, "none"),
+        ("mini", 128, 2, 2, "full"),
+    )
     runs = []
-    for model, seq, mbs, gas, recompute in asked:
+    for model, seq, mbs, gas, recompute in shapes:
         layout = Layout(mbs=mbs, gas=gas, recompute=recompute)
         job = Job(model=Model.load(model), cluster=base, seq=seq, batch_tokens=layout.batch_tokens(seq), precision="fp32")
         real = job.changed(cluster=base.model_copy(update={"efficiency": truth}))

@@ -21,11 +21,11 @@ def report(name: str) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def told() -> tuple:
+def calibrated() -> tuple:
     return report("h200_first.jsonl")
 
 
-def test_six_runs_predict_twenty_others_that_no_law_has_seen() -> None:
+def test_six_runs_predict_twenty_unseen_runs() -> None:
     found, rows = report("h200.jsonl")
     assert found.improved
     assert sum(row.fitted for row in rows) == 6
@@ -37,8 +37,8 @@ def test_six_runs_predict_twenty_others_that_no_law_has_seen() -> None:
     assert max(abs(row.memory_after) for row in others) < 0.011 < max(abs(row.memory_before) for row in others)
 
 
-def test_laws_still_fit_the_runs_they_were_written_with(told: tuple) -> None:
-    found, rows = told
+def test_the_cost_model_fits_its_development_runs(calibrated: tuple) -> None:
+    found, rows = calibrated
     assert found.improved
     assert sum(row.fitted for row in rows) == 6
     others = [row for row in rows if not row.fitted]
@@ -49,18 +49,18 @@ def test_laws_still_fit_the_runs_they_were_written_with(told: tuple) -> None:
     assert max(abs(row.memory_after) for row in others) < 0.01 < max(abs(row.memory_before) for row in others)
 
 
-def test_one_gpu_tells_no_link(told: tuple) -> None:
-    found, _ = told
+def test_one_gpu_identifies_no_link(calibrated: tuple) -> None:
+    found, _ = calibrated
     kept = {verdict.name: verdict.why for verdict in found.verdicts if verdict.known is None}
     assert "layout.tp=2" in kept["link_bandwidth"]
     assert {"network_bandwidth", "matmul_fp8", "context_gib"} <= set(kept)
 
 
-def test_times_that_the_machine_told_stay_where_runs_tell_no_better(told: tuple) -> None:
-    found, rows = told
+def test_measured_times_stay_where_runs_do_not_improve_them(calibrated: tuple) -> None:
+    found, rows = calibrated
     assert {verdict.name for verdict in found.verdicts if verdict.known is not None} == {"workspace_gib", "allocator_slack"}
     assert all(row.before == row.after for row in rows)
-    assert not found.judges()  # without any one of the six a constant of time is not told; of memory each judges
+    assert not found.judges()  # each of the six alone identifies a constant of time; all validate memory
     assert len(found.judges("held_gib")) == 6
     assert {verdict.why.split(":")[0] for verdict in found.verdicts if verdict.name in ("matmul", "attention")} == {
         "no run is left to judge what was fitted"

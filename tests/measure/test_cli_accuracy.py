@@ -1,4 +1,4 @@
-"""`ultrascale accuracy` and `explain --row` as a user meets them: figures, files, notes, and one sentence for bad input."""
+"""`ultrascale accuracy` and `explain --row` from the command line: figures, files, notes, and one sentence for bad input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_rows import FULL, PUBLISHED, row, write
+from row_builders import FULL, PUBLISHED, row, write
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -60,7 +60,7 @@ def test_json_has_the_keys_that_scripts_rely_on(run: Run, three: Path, tmp_path:
         ("system", ["torchtitan FSDP2", "nanotron"]),
     ],
 )
-def test_errors_are_grouped_as_asked(run: Run, three: Path, group: str, names: list[str]) -> None:
+def test_errors_are_grouped_by_the_given_column(run: Run, three: Path, group: str, names: list[str]) -> None:
     code, out, _ = run("accuracy", three, "--by", group)
     assert code == 0
     table = out.split(f"By {group}")[1].split("Worst")[0]
@@ -68,7 +68,7 @@ def test_errors_are_grouped_as_asked(run: Run, three: Path, group: str, names: l
 
 
 @pytest.mark.parametrize(("worst", "shown"), [(0, 0), (1, 1), (20, 2)])
-def test_as_many_of_the_worst_rows_as_asked(run: Run, three: Path, worst: int, shown: int) -> None:
+def test_the_given_number_of_worst_rows_is_shown(run: Run, three: Path, worst: int, shown: int) -> None:
     code, out, _ = run("accuracy", three, "--worst", worst)
     assert code == 0
     table = out.split(f"Worst {worst}")[1].split("Not modelled")[0]
@@ -83,7 +83,7 @@ def test_the_worst_row_comes_first(run: Run, tmp_path: Path) -> None:
     assert table.index("│ far") < table.index("│ near")
 
 
-def test_the_report_is_a_page_with_the_command_that_made_it(run: Run, three: Path, tmp_path: Path) -> None:
+def test_the_report_contains_its_command(run: Run, three: Path, tmp_path: Path) -> None:
     code, _, _ = run("accuracy", three, "--report", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert code == 0
@@ -103,7 +103,7 @@ def test_unknown_columns_and_repeated_ids_are_notes_and_the_rest_is_scored(run: 
     assert notes[1] == "note: line 3: id 'a' stands twice"
 
 
-def test_runs_of_one_s_own_need_no_source_and_no_measured_speed(run: Run, tmp_path: Path) -> None:
+def test_own_runs_need_no_source_and_no_measured_speed(run: Run, tmp_path: Path) -> None:
     names = ("id", "model", "seq_len", "gpu", "gpus", "micro_batch")
     code, out, _ = run("accuracy", write(tmp_path / "runs.csv", {name: FULL[name] for name in names}))
     assert code == 0
@@ -151,7 +151,7 @@ def test_nothing_modelled_is_exit_2_with_the_reasons_and_no_file(run: Run, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs.csv"]
 
 
-def test_a_place_that_cannot_be_written_is_exit_2(run: Run, three: Path) -> None:
+def test_an_unwritable_path_is_exit_2(run: Run, three: Path) -> None:
     code, _, err = run("accuracy", three, "--json", three / "out.json")  # a file is no folder
     assert code == 2
     assert err.startswith("error: ")
@@ -174,7 +174,7 @@ def test_one_published_run_predicted_against_measured_term_by_term(run: Run) -> 
     assert "The largest cause is" in out
 
 
-def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
+def test_assumptions_are_printed(run: Run, tmp_path: Path) -> None:
     rows = write(tmp_path / "runs.csv", row(id="a", precision="", recompute="", zero_stage="", system="my trainer"))
     code, out, _ = run("explain", "--row", "a", rows)
     assert code == 0

@@ -80,7 +80,7 @@ def found(findings: list[Finding], name: str) -> Finding:
 
 
 @pytest.mark.parametrize("base", [LAPTOP, NODE, environment(NODE, TORCHRUN)])
-def test_a_good_machine_has_nothing_to_tell(base: MachineFacts) -> None:
+def test_a_good_machine_has_no_findings(base: MachineFacts) -> None:
     assert [finding for finding in machine_findings(base) if finding.level != "ok"] == []
 
 
@@ -176,7 +176,7 @@ CASES: dict[str, tuple[MachineFacts, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_is_found_and_nothing_else(case: str) -> None:
+def test_each_problem_is_found_without_false_positives(case: str) -> None:
     base, name, level, text = CASES[case]
     findings = machine_findings(base)
     one = found(findings, name)
@@ -187,14 +187,14 @@ def test_what_is_wrong_is_found_and_nothing_else(case: str) -> None:
 
 
 def plan(cluster: str, model: str = "llama-3-8b", seq: int = 4096, **layout: Any) -> Plan:
-    made = Layout(**{"mbs": 1, "gas": 1, **layout})
+    parallelism = Layout(**{"mbs": 1, "gas": 1, **layout})
     job = Job(
         model=Model.load(model),
         cluster=Cluster.load(cluster),
         seq=seq,
-        batch_tokens=made.batch_tokens(seq),
+        batch_tokens=parallelism.batch_tokens(seq),
     )
-    return Plan(job=job, layout=made, estimate=estimate(job, made))
+    return Plan(job=job, layout=parallelism, estimate=estimate(job, parallelism))
 
 
 EIGHT = plan("8xh100", dp=8, zero=3, recompute="full")
@@ -239,7 +239,7 @@ def test_another_gpu() -> None:
     assert found(plan_findings(EIGHT, unknown), "plan: device").level == "warn"
 
 
-def test_memory_that_is_not_there_and_memory_that_is_taken() -> None:
+def test_too_little_memory_and_memory_in_use() -> None:
     peak = EIGHT.estimate.peak_gib * GIB
     small = changed(NODE, gpus=tuple(replace(gpu, memory_bytes=0.9 * peak, free_bytes=0.9 * peak) for gpu in NODE.gpus))
     one = found(plan_findings(EIGHT, small), "plan: memory")
@@ -274,7 +274,7 @@ def test_checkpoints_of_another_optimizer_take_other_bytes() -> None:
     assert "(4 bytes a parameter)" in found(plan_findings(plain, NODE), "plan: checkpoints").text
 
 
-def test_what_the_engine_does_not_run() -> None:
+def test_plans_the_engine_does_not_support() -> None:
     other = EIGHT.model_copy(update={"job": EIGHT.job.changed(optimizer="muon")})
     one = found(plan_findings(other, NODE), "plan: engine")
     assert (one.level, "job.optimizer is muon" in one.text) == ("bad", True)
@@ -315,14 +315,14 @@ def test_nvidia_smis_answer() -> None:
         ("sleep 5", 0, "nvidia-smi did not answer"),
     ],
 )
-def test_asking_nvidia_smi(script: str, gpus: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calling_nvidia_smi(script: str, gpus: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(nvidia, "ASK_S", 1.0)
-    answer, told = nvidia.ask_gpus(None)
-    assert (len(answer), told.startswith(problem), bool(told)) == (gpus, True, bool(problem))
+    answer, message = nvidia.ask_gpus(None)
+    assert (len(answer), message.startswith(problem), bool(message)) == (gpus, True, bool(problem))
 
 
 TOPO = (
@@ -339,7 +339,7 @@ def test_the_links_of_nvidia_smi() -> None:
     assert nvidia.parse_links("") == {}
 
 
-def test_what_the_kernel_tells(tmp_path: Path) -> None:
+def test_facts_from_the_kernel(tmp_path: Path) -> None:
     port = tmp_path / "ib" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
@@ -357,7 +357,7 @@ def test_a_name_without_an_address() -> None:
     assert "no-such-host.invalid" in facts.resolves("no-such-host.invalid")
 
 
-def test_the_disk_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_disk_check_leaves_no_files(tmp_path: Path) -> None:
     found_disk = facts.try_disk(tmp_path / "runs" / "first")
     assert (found_disk.place, found_disk.problem) == (str(tmp_path), "")
     assert found_disk.write_bytes_s is not None
@@ -365,7 +365,7 @@ def test_the_disk_is_left_as_it_was(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -375,10 +375,10 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    said: list[str] = []
-    findings = machine_findings(facts.gather(tmp_path, said.append))
+    messages: list[str] = []
+    findings = machine_findings(facts.gather(tmp_path, messages.append))
     assert len(findings) == len(doctor.MACHINE_CHECKS)
-    assert len(said) == 4
+    assert len(messages) == 4
     assert found(findings, "torch").level == "ok"
 
 

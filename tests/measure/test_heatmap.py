@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from made_rows import PUBLISHED
+from row_builders import PUBLISHED
 
 from ultrascale.measure.accuracy.runs import read
 
@@ -45,7 +45,7 @@ def test_the_map_credits_a_tied_embedding_twice(heatmap: ModuleType, id: str, pp
     assert tokens_per_s * heatmap.credited_flops(model, 4096, pp) / 989e12 == pytest.approx(mfu, rel=3e-3)
 
 
-def test_places_are_told_apart_by_what_is_asked(heatmap: ModuleType) -> None:
+def test_cells_are_distinguished_by_their_request(heatmap: ModuleType) -> None:
     scores = {(8, 1, 1, 2): 3.0, (8, 1, 1, 1): 2.0, (4, 1, 2, 1): 1.0}
     assert heatmap.place((4, 1, 2, 1), scores) == 3
     assert heatmap.place((4, 1, 2), scores) == 2
@@ -69,8 +69,8 @@ def test_the_best_layouts_of_the_sweep_are_among_our_first_three(heatmap: Module
     cells = heatmap.cells(PUBLISHED)
     assert len(cells) == 12
     assert sum((one.printed_rank or 99) <= 3 for one in cells) >= 11
-    (recorded,) = [line for line in RECORD.read_text(encoding="utf-8").splitlines() if line.startswith(heatmap.LINE)]
-    assert recorded.removeprefix(heatmap.LINE).strip(" |") == f"{heatmap.near(cells, 'printed_rank')} of {len(cells)}"
+    (documented,) = [line for line in RECORD.read_text(encoding="utf-8").splitlines() if line.startswith(heatmap.LINE)]
+    assert documented.removeprefix(heatmap.LINE).strip(" |") == f"{heatmap.near(cells, 'printed_rank')} of {len(cells)}"
     assert sum((one.fastest_rank or 99) <= 3 for one in cells) >= 11
     assert max(one.regret for one in cells) < 0.04
     errors = [abs(error) for one in cells for error in one.errors]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_rows import PUBLISHED
+from row_builders import PUBLISHED
 
 from builders import make_job
 from ultrascale.cost.estimate import estimate
@@ -24,7 +24,7 @@ from ultrascale.specs.layout import Layout
 _TOOL = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "fit_constants.py"))
 FITTED, current = _TOOL["FITTED"], _TOOL["current"]
 
-# Two nodes: the tensor exchange over the fast link, gradients over the network; enough tokens that no engine's host is late.
+# Two nodes: TP collectives over the fast link, gradients over the network; enough tokens that no engine's host is late.
 ACROSS = Layout(dp=2, tp=8, mbs=4, gas=2)
 ALONE = Layout(gas=2)
 
@@ -89,14 +89,14 @@ def test_every_fitted_constant_has_its_jobs_here() -> None:
 
 
 @pytest.mark.parametrize("name", FITTED)
-def test_a_constant_moves_the_step_of_a_job_that_uses_it_the_right_way(name: str) -> None:
+def test_a_constant_changes_the_step_time_in_the_right_direction(name: str) -> None:
     uses, _, slower = USES[name]
     less, same, more = (step_s(uses, ACROSS, **{name: value}) for value in (0.9, 1.0, 1.1))
     assert (less < same < more) if slower else (less > same > more)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, other, _) in USES.items() if other is not None])
-def test_a_constant_moves_nothing_of_a_job_that_does_not_use_it(name: str) -> None:
+def test_a_constant_does_not_change_jobs_that_do_not_use_it(name: str) -> None:
     other = USES[name][1]
     assert other is not None
     layout = ALONE if other.cluster.gpus == 1 else ACROSS
@@ -111,7 +111,7 @@ def test_engines_of_one_family_share_their_constant(framework: str, family: str)
     assert step_s(what, ACROSS, **{f"elementwise.{family}": 1.2}) > step_s(what, ACROSS)
 
 
-def test_the_job_given_is_left_as_it_is() -> None:
+def test_the_given_job_is_not_modified() -> None:
     what = job_on("h100")
     before = what.model_dump()
     adjusted(what, dict.fromkeys(FITTED, 1.2))
@@ -147,7 +147,7 @@ def test_multipliers_name_fitted_constants_and_are_moderate() -> None:
         assert all(0.4 < value < 2.5 for value in multipliers.values()), source
 
 
-def test_ranges_are_made_of_the_same_sources(sources: set[str]) -> None:
+def test_ranges_use_the_same_sources(sources: set[str]) -> None:
     text = resources.files("ultrascale.cost").joinpath("surfaces/residuals.json").read_text(encoding="utf-8")
     residuals = json.loads(text)
     assert {row["source"] for row in residuals["time"]} == sources

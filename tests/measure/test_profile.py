@@ -49,8 +49,8 @@ def planned(path: Path, **fields: Any) -> Path:
 
 
 def profiled(run: Run, folder: Path, plan: Path, *words: Any) -> dict[str, Any]:
-    code, printed, said = run("profile", plan, "--steps", 2, "-o", folder / "run", "--json", folder / "profile.json", *words)
-    assert code == 0, said
+    code, printed, err = run("profile", plan, "--steps", 2, "-o", folder / "run", "--json", folder / "profile.json", *words)
+    assert code == 0, err
     assert "findings" in printed
     found: dict[str, Any] = json.loads((folder / "profile.json").read_text())
     return found
@@ -102,12 +102,12 @@ def test_a_pipeline_with_data_ranks(run: Run, tmp_path: Path) -> None:
     assert any(one.startswith("Pipeline bubble") and "the plan predicts" in one for one in found["findings"])
     assert {"computing", "waiting for stages"} <= {term["name"] for term in found["terms"]}
 
-    code, printed, said = run("profile", "--trace", tmp_path / "run", "--plan", tmp_path / "plan.yaml")
-    assert code == 0, said
+    code, printed, err = run("profile", "--trace", tmp_path / "run", "--plan", tmp_path / "plan.yaml")
+    assert code == 0, err
     assert "Pipeline bubble" in printed
-    code, _, said = run("profile", "--trace", tmp_path / "run", "--plan", other_model(tmp_path))
+    code, _, err = run("profile", "--trace", tmp_path / "run", "--plan", other_model(tmp_path))
     assert code == 2
-    assert "the plan is of wider" in said
+    assert "the plan is of wider" in err
 
 
 def other_model(folder: Path) -> Path:
@@ -143,7 +143,7 @@ def test_torchs_fsdp_counts_as_zero(run: Run, tmp_path: Path) -> None:
 
 
 def test_one_process_its_memory_and_a_full_disk(run: Run, tmp_path: Path) -> None:
-    """/dev/full is a disk without room: it loses the trace, and nothing of what the trace said."""
+    """/dev/full is a full disk: the trace is not written, its analysis is."""
     out = tmp_path / "run"
     kept = out / "traces" / "rank0.json.gz"
     kept.parent.mkdir(parents=True)
@@ -159,10 +159,10 @@ def test_one_process_its_memory_and_a_full_disk(run: Run, tmp_path: Path) -> Non
     assert tuple(timeline["owners"]) == MEASURED_OWNERS
     assert len(timeline["time_s"]) == len(timeline["bytes"])
     assert timeline["time_s"] == sorted(timeline["time_s"])
-    seen = Measurement.load(out / "measurement.json").memory[0].memory
-    assert timeline["peak"]["bytes"] == seen.total, "the same step, the same peak"
+    measured = Measurement.load(out / "measurement.json").memory[0].memory
+    assert timeline["peak"]["bytes"] == measured.total, "the same step, the same peak"
     for owner in ("parameters", "optimizer", "gradients"):
-        assert timeline["peak"][owner] == getattr(seen, owner)
+        assert timeline["peak"][owner] == getattr(measured, owner)
     assert max(map(sum, timeline["bytes"])) == timeline["peak"]["bytes"]
     picture = (out / "memory" / "rank0.svg").read_text()
     assert picture.startswith("<svg")
@@ -170,7 +170,7 @@ def test_one_process_its_memory_and_a_full_disk(run: Run, tmp_path: Path) -> Non
     assert not (out / "checkpoints").exists()
 
 
-def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_torch_names_the_package_to_install(tmp_path: Path) -> None:
     plan = planned(tmp_path / "plan.yaml")
     code = (
         "import sys\nsys.modules['torch'] = None\n"
@@ -203,7 +203,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "traces").iterdir())) == 2
 
 
-def test_nothing_is_named_unless_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_named_only_while_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.profile_range("forward stage", 0) is comm.comm_range("tp", "wait"), "the same nothing"
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)
     named = comm.comm_range("tp", "wait")
@@ -219,13 +219,13 @@ def test_names_break_no_compiled_graph() -> None:
 
     one = torch.ones(2)
     before = doubled(one)
-    with torch.profiler.profile() as seen, torch.compiler.set_stance("fail_on_recompile"):
+    with torch.profiler.profile() as profile, torch.compiler.set_stance("fail_on_recompile"):
         assert doubled(one).equal(before)
-    assert "forward stage 0" not in {event.name for event in seen.events()}
+    assert "forward stage 0" not in {event.name for event in profile.events()}
 
 
 def test_the_allocators_record_becomes_a_timeline() -> None:
-    """States of 100 and 40 bytes; of 150 allocated before, ten are nobody's. A gradient of 30 is made and stays."""
+    """States of 100 and 40 bytes; of 150 allocated before, ten have no owner. A gradient of 30 is allocated and stays."""
     events = [
         {"action": "alloc", "addr": 3, "size": 50, "time_us": 1_000_000},
         {"action": "segment_alloc", "addr": 900, "size": 2**20, "time_us": 1_000_001},
@@ -237,11 +237,11 @@ def test_the_allocators_record_becomes_a_timeline() -> None:
     before = {1: ("parameters", 100), 2: ("optimizer", 40)}
     after = {**before, 4: ("gradients", 30)}
     rows = from_record(events, before, after, base=150)
-    held = [dict(zip(MEASURED_OWNERS, row[1:], strict=True)) for row in rows]
+    owners = [dict(zip(MEASURED_OWNERS, row[1:], strict=True)) for row in rows]
     assert [round(row[0] * 1e6) for row in rows] == [0, 2, 4, 5]
-    assert [one["activations"] for one in held] == [60, 60, 10, 0]
-    assert [one["gradients"] for one in held] == [0, 30, 30, 30]
-    assert {(one["parameters"], one["optimizer"]) for one in held} == {(100, 40)}
+    assert [one["activations"] for one in owners] == [60, 60, 10, 0]
+    assert [one["gradients"] for one in owners] == [0, 30, 30, 30]
+    assert {(one["parameters"], one["optimizer"]) for one in owners} == {(100, 40)}
 
 
 def test_a_thinned_timeline_keeps_its_peak_and_its_beginning() -> None:

@@ -34,7 +34,7 @@ EXPERTS = Model(
 SEQ = 64
 
 
-def asked(fields: dict[str, Any], model: Model = MODEL, precision: str = "bf16") -> tuple[Job, Layout]:
+def job_and_layout(fields: dict[str, Any], model: Model = MODEL, precision: str = "bf16") -> tuple[Job, Layout]:
     layout = Layout(**fields)
     cluster = Cluster.load(f"{layout.gpus}xh100")
     tokens = layout.batch_tokens(SEQ)
@@ -60,21 +60,21 @@ def calls(one: Rehearsal, technique: str) -> dict[tuple[str, str], tuple[int, in
     ],
     ids=str,
 )
-def test_a_gpus_account_has_the_states_that_come_and_go(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_accounting_includes_transient_states(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its allocator knows no owners: gathered weights and earlier micro-batches' gradients count while they are there."""
-    wanted = rehearse_rank(*asked(fields), rank=0).memory
+    wanted = rehearse_rank(*job_and_layout(fields), rank=0).memory
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     for name in ("max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 2**40)
     monkeypatch.setattr(memory, "_by_storages", lambda engine, step, live: memory._by_allocator(engine, step))
-    found = rehearse_rank(*asked(fields), rank=0).memory
+    found = rehearse_rank(*job_and_layout(fields), rank=0).memory
     names = ("parameters", "master", "gradients", "optimizer")
     assert {name: getattr(found, name) for name in names} == {name: getattr(wanted, name) for name in names}
 
 
 def test_a_model_on_one_rank_by_hand() -> None:
-    one = rehearse_rank(*asked({"gas": 2}), rank=0)
+    one = rehearse_rank(*job_and_layout({"gas": 2}), rank=0)
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64
     parameters = 4 * layer + 2 * 256 * 64 + 64
     assert one.memory.parameters == 2 * parameters
@@ -87,7 +87,7 @@ def test_a_model_on_one_rank_by_hand() -> None:
 
 
 def test_what_tensor_parallel_ranks_send_by_hand() -> None:
-    one = rehearse_rank(*asked({"tp": 2, "gas": 2}), rank=0)
+    one = rehearse_rank(*job_and_layout({"tp": 2, "gas": 2}), rank=0)
     half = 2 * 64 * 64 // 2  # of [sequence, hidden] in bf16
     # Two regions of four layers and the head are entered by a gather; those and the embedding are left by a scatter.
     assert calls(one, "tensor")["all_gather", "forward"] == (2 * 9, 2 * 9 * half)
@@ -98,7 +98,7 @@ def test_what_tensor_parallel_ranks_send_by_hand() -> None:
 
 
 def test_zero_gathers_and_scatters_by_hand() -> None:
-    one = rehearse_rank(*asked({"dp": 2, "zero": 3, "gas": 8}), rank=1)
+    one = rehearse_rank(*job_and_layout({"dp": 2, "zero": 3, "gas": 8}), rank=1)
     layer, ends = 2 * (64 * 192 + 3 * 64 * 192 + 2 * 64), 2 * (2 * 256 * 64 + 64)  # bytes in bf16
     assert calls(one, "zero")["all_gather", "forward"] == (8 * 5, 8 * (4 * layer + ends) // 2)
     assert calls(one, "zero")["all_gather", "backward"] == (8 * 4, 8 * 4 * layer // 2)
@@ -112,8 +112,8 @@ def test_zero_gathers_and_scatters_by_hand() -> None:
     [{"gas": 2}, {"tp": 2, "dp": 2, "gas": 2}, {"dp": 2, "zero": 3, "gas": 2}, {"pp": 2, "gas": 4, "schedule": "zero-bubble"}],
     ids=str,
 )
-def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -> None:
-    job, layout = asked({**fields, "recompute": "selective"}, precision="fp32")
+def test_fake_tensors_measure_what_real_ones_do(fields: dict[str, Any]) -> None:
+    job, layout = job_and_layout({**fields, "recompute": "selective"}, precision="fp32")
     pretended, real = (rehearse_rank(job, layout, 0, device) for device in ("meta", "cpu"))
     for name in ("memory", "peak", "moment", "flops", "collectives", "layers"):
         assert getattr(pretended, name) == getattr(real, name), name
@@ -131,8 +131,8 @@ def test_tensors_without_memory_tell_what_real_ones_do(fields: dict[str, Any]) -
     ],
     ids=str,
 )
-def test_few_micro_batches_tell_of_all(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    job, layout = asked(fields)
+def test_few_micro_batches_extrapolate_to_all(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, layout = job_and_layout(fields)
     few = rehearse_rank(job, layout, 0)
     monkeypatch.setattr("ultrascale.measure.rehearse_rank.shorten", lambda layout, _: ShortSchedule(layout.gas))
     every = rehearse_rank(job, layout, 0)
@@ -151,9 +151,9 @@ def test_a_schedule_is_cut_where_it_repeats_itself() -> None:
     assert sum(action.kind is ActionKind.B for action in cut(schedule_of(layout), 5).actions[0]) == 5
 
 
-def test_experts_that_are_chosen_equally_often() -> None:
+def test_experts_with_equal_load() -> None:
     assert split_evenly(10, 4) == [3, 3, 2, 2]
-    one = rehearse_rank(*asked({"dp": 2, "ep": 2}, EXPERTS), rank=0)
+    one = rehearse_rank(*job_and_layout({"dp": 2, "ep": 2}, EXPERTS), rank=0)
     rows = 2 * SEQ * 64 * 2 // 2  # two choices a token, in bf16, half of them to the other rank
     assert calls(one, "expert")["all_to_all", "backward"] == (4 * 2, 4 * 2 * rows)
     counts = 8 * 8 // 2
@@ -165,40 +165,40 @@ def test_experts_that_are_chosen_equally_often() -> None:
 
 def test_a_split_backward_under_zero_in_two_formats() -> None:
     """All weight gradients come after the last input gradient: FSDP2 takes them in one format only, that of the others."""
-    job, layout = asked({"pp": 2, "dp": 2, "gas": 2, "zero": 1, "schedule": "zero-bubble"})
+    job, layout = job_and_layout({"pp": 2, "dp": 2, "gas": 2, "zero": 1, "schedule": "zero-bubble"})
     one = rehearse_rank(job, layout, 3)
     assert one.memory.parameters == estimate(job, layout).memory[1].memory.parameters
     assert one.memory.gradients == whole_gradients(job, layout, 1)  # fullest is the loss before, without any
 
 
-def test_what_is_owed_waits_in_slices() -> None:
-    """A put-off weight gradient needs the gathered sequence only when it is made."""
-    job, layout = asked({"pp": 2, "tp": 4, "gas": 4, "schedule": "zero-bubble"})
+def test_deferred_weight_grads_gather_the_sequence_when_run() -> None:
+    """A deferred weight gradient keeps its shard of the sequence and gathers it only when it runs."""
+    job, layout = job_and_layout({"pp": 2, "tp": 4, "gas": 4, "schedule": "zero-bubble"})
     job = job.changed(model=MODEL.model_copy(update={"kv_heads": 4}))
     one = rehearse_rank(job, layout, 4)
     again = calls(one, "tensor")["all_gather", "backward"]
     assert again[0] == 4 * (2 * 2 * 2 + 2 - 1)  # 2 layers: gradients of 2 outputs, 2 inputs again; the head's input again
 
 
-def test_every_stage_is_run_and_told_of() -> None:
-    job, layout = asked({"pp": 4, "gas": 4})
-    told: list[str] = []
-    found = rehearse(job, layout, ranks_of(layout, None, "all"), progress=told.append)
+def test_every_stage_is_run_and_reported() -> None:
+    job, layout = job_and_layout({"pp": 4, "gas": 4})
+    messages: list[str] = []
+    found = rehearse(job, layout, ranks_of(layout, None, "all"), progress=messages.append)
     assert [one.place.pp for one in found] == [0, 1, 2, 3]
-    assert len(told) == 4
+    assert len(messages) == 4
     assert found[0].memory.activations > found[2].memory.activations
     assert not dist.is_initialized()
 
 
-def test_remembered_operators_share_storages_as_the_first_did() -> None:
+def test_cached_operators_alias_storages_like_the_first_call() -> None:
     with QuickFakeTensorMode():
         x = torch.zeros(4, 6)
         for _ in range(2):
-            view, made, same = x.t()[1:], x + 1, x.add_(1)
-            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata != made.untyped_storage()._cdata
+            view, fresh, same = x.t()[1:], x + 1, x.add_(1)
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata != fresh.untyped_storage()._cdata
             assert (view.shape, view.stride(), view.storage_offset()) == ((5, 4), (1, 6), 1)
             assert same is x
-            assert made.device.type == "cpu"
+            assert fresh.device.type == "cpu"
             assert (x.long() * 2.0).dtype == torch.float32
             assert (x.long() * 2).dtype == torch.int64
             assert [part.t().storage_offset() for part in (x[:2], x[2:])] == [0, 12]
@@ -206,10 +206,10 @@ def test_remembered_operators_share_storages_as_the_first_did() -> None:
         assert x.shape == (9, 6)
 
 
-def test_who_watches_is_told_of_new_memory_and_of_whole_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_observer_sees_allocations_and_whole_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse_world, "_KNOWN", {})  # of other rehearsals in this process
 
-    class Told:
+    class Observer:
         def __init__(self) -> None:
             self.bytes, self.operators = 0, list[str]()
 
@@ -224,15 +224,15 @@ def test_who_watches_is_told_of_new_memory_and_of_whole_operators(monkeypatch: p
 
     with QuickFakeTensorMode() as fake:
         x = torch.zeros(4, 6)
-        told = []
+        observers = []
         for _ in range(2):
-            fake.watcher = watcher = Told()
-            made = x.t() + 1  # a view has no memory of its own
-            made.add_(x.t())
-            torch.nn.functional.mse_loss(made, x.t())  # torch takes it apart into others
+            fake.watcher = watcher = Observer()
+            fresh = x.t() + 1  # a view has no memory of its own
+            fresh.add_(x.t())
+            torch.nn.functional.mse_loss(fresh, x.t())  # torch decomposes it into others
             fake.watcher = None
-            told.append(watcher)
-    first, again = told
+            observers.append(watcher)
+    first, again = observers
     assert first.operators == ["t, unknown", "add, unknown", "t", "add_, unknown", "t", "mse_loss, unknown"]
     assert (first.bytes, again.bytes) == (0, 4 * 24 + 4)  # what is unknown, the watcher looks at itself
     assert again.operators == ["t", "add", "t", "add_", "t", "mse_loss"]
@@ -255,34 +255,34 @@ BAD: list[tuple[list[str], str]] = [
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
-    job, layout = asked({"pp": 2, "tp": 2, "gas": 4})
+    job, layout = job_and_layout({"pp": 2, "tp": 2, "gas": 4})
     return Plan(job=job, layout=layout, estimate=estimate(job, layout)).save(tmp_path / "plan.yaml")
 
 
 @pytest.mark.parametrize(("words", "sentence"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_bad_words_are_one_sentence(words: list[str], sentence: str, plan_file: Path, run: Any) -> None:
+def test_bad_options_are_one_sentence(words: list[str], sentence: str, plan_file: Path, run: Any) -> None:
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    code, out, said = run("rehearse", plan_file, *words)
+    code, out, err = run("rehearse", plan_file, *words)
     assert (code, out) == (2, "")
-    assert sentence in said
-    assert said.count("\n") == 1
+    assert sentence in err
+    assert err.count("\n") == 1
 
 
 def test_a_broken_plan_is_one_sentence(plan_file: Path, run: Any) -> None:
     whole = plan_file.read_text()
     plan_file.write_text(whole[: len(whole) // 2])
-    code, _, said = run("rehearse", plan_file)
+    code, _, err = run("rehearse", plan_file)
     assert code == 2
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    code, _, said = run("rehearse", plan_file.with_name("none.yaml"))
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    code, _, err = run("rehearse", plan_file.with_name("none.yaml"))
     assert code == 2
-    assert "none.yaml" in said
+    assert "none.yaml" in err
 
 
-def test_plans_that_cannot_be_rehearsed() -> None:
-    job, layout = asked({"dp": 2})
+def test_unsupported_plans_are_refused() -> None:
+    job, layout = job_and_layout({"dp": 2})
     with pytest.raises(SpecError, match="has 2 GPUs"):
         check(job, layout.changed(dp=4), "meta")
     with pytest.raises(SpecError, match="data_parallel: bucketed"):
@@ -291,37 +291,37 @@ def test_plans_that_cannot_be_rehearsed() -> None:
         check(job.changed(dropout=True), layout, "meta")
 
 
-def test_the_command_shows_and_writes_both_sides(plan_file: Path, run: Any) -> None:
+def test_the_command_prints_and_writes_measured_and_predicted(plan_file: Path, run: Any) -> None:
     out = plan_file.with_name("out.json")
-    code, said, _ = run("rehearse", plan_file, "--stage", "all", "--json", out)
+    code, output, _ = run("rehearse", plan_file, "--stage", "all", "--json", out)
     assert code == 0
     for word in ("one rank of each stage", "parameters", "exact", "collectives of one step", "reduce_scatter", "not predicted"):
-        assert word in said
+        assert word in output
     data = json.loads(out.read_text())
     assert [one["place"]["pp"] for one in data["ranks"]] == [0, 1]
     first = data["ranks"][0]
     terms = {term["label"]: term for term in first["compared"]}
     assert terms["parameters"]["predicted"] == terms["parameters"]["rehearsed"] == first["memory"]["parameters"]
     assert {"technique", "kind", "group", "where", "calls", "bytes"} == set(first["collectives"][0])
-    assert "fits: stage 0 has" in " ".join(said.split())
+    assert "fits: stage 0 has" in " ".join(output.split())
     assert data["room"]["fits"]
     assert data["room"]["tensors_gib"] == max(one["peak"] for one in data["ranks"]) / GIB
 
 
-def test_what_does_not_fit_is_said_with_the_engine_to_plan_for(plan_file: Path, run: Any) -> None:
+def test_a_plan_that_does_not_fit_names_the_engine_to_plan_for(plan_file: Path, run: Any) -> None:
     whole = Plan.load(plan_file)
     peak = rehearse_rank(whole.job, whole.layout, 0, kernels="fused").peak / GIB
     beside = prediction(whole.job, whole.layout, "fused").memory[0].memory.runtime / GIB
     gpu = whole.job.cluster.gpu.model_copy(update={"memory_gib": peak + beside - 0.001})
     job = whole.job.changed(cluster=whole.job.cluster.model_copy(update={"gpu": gpu}))
     file = Plan(job=job, layout=whole.layout, estimate=estimate(job, whole.layout)).save(plan_file.with_name("small.yaml"))
-    code, said, _ = run("rehearse", file, "--json", file.with_suffix(".json"))
-    said = " ".join(said.split())
+    code, output, _ = run("rehearse", file, "--json", file.with_suffix(".json"))
+    output = " ".join(output.split())
     assert code == 1
-    assert "does not fit: stage 0 has" in said
-    assert "0.0 GiB too much" in said
+    assert "does not fit: stage 0 has" in output
+    assert "0.0 GiB too much" in output
     fits_on_paper = Plan.load(file).estimate.memory[0].memory.total / GIB <= gpu.memory_gib
-    assert ("plan with --framework ultrascale-gpu" in said) == fits_on_paper
+    assert ("plan with --framework ultrascale-gpu" in output) == fits_on_paper
     assert not json.loads(file.with_suffix(".json").read_text())["room"]["fits"]
 
 
@@ -331,27 +331,27 @@ def test_what_does_not_fit_is_said_with_the_engine_to_plan_for(plan_file: Path, 
 )
 def test_weights_that_are_gathered_in_fp8(fields: dict[str, Any]) -> None:
     """All that ZeRO sends and what it keeps gathered, to the byte; activations are those of an emulation."""
-    job, layout = asked({"zero": 3, **fields}, precision="fp8")
+    job, layout = job_and_layout({"zero": 3, **fields}, precision="fp8")
     one = rehearse_rank(job, layout, rank=layout.gpus - 1)
     terms = {term.label: term for term in compared(job, layout, prediction(job, layout), one)}
     assert terms["sent by zero"].predicted == terms["sent by zero"].rehearsed
     for owner in ("parameters", "master", "gradients", "optimizer"):
         assert owner not in terms or terms[owner].predicted == terms[owner].rehearsed, owner
-    wide = rehearse_rank(*asked({"zero": 3, **fields}), rank=layout.gpus - 1)
+    wide = rehearse_rank(*job_and_layout({"zero": 3, **fields}), rank=layout.gpus - 1)
     assert one.sent("zero", "all_gather") < 0.8 * wide.sent("zero", "all_gather")
 
 
 @pytest.mark.parametrize("overload", ["default", "dtype", "dtype_out"])
-def test_products_that_are_told_their_format_are_counted_by_their_operands(overload: str) -> None:
+def test_matmuls_with_out_dtype_count_their_flops(overload: str) -> None:
     """torch's own formula of them has no argument for it and fails."""
     formula = operator_tracker._formula(getattr(torch.ops.aten.addmm, overload))
     assert formula is not None
     total, left, right = torch.empty(3, 5), torch.empty(3, 7), torch.empty(7, 5)
-    told = () if overload == "default" else (torch.float32,)
-    assert formula((total, left, right, *told), {"beta": 1.0, "out": total}, total) == 2 * 3 * 7 * 5
+    out_dtype = () if overload == "default" else (torch.float32,)
+    assert formula((total, left, right, *out_dtype), {"beta": 1.0, "out": total}, total) == 2 * 3 * 7 * 5
 
 
-def test_a_gpus_grouped_products_count_as_the_products_that_they_are() -> None:
+def test_grouped_gemms_count_their_flops() -> None:
     """Forward [rows, in] by [experts, in, out]; a weight's gradient [out, rows] by [rows, in], of each expert's own rows."""
     formula = operator_tracker._formula(torch.ops.aten._grouped_mm.default)
     assert formula is not None

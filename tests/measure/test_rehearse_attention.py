@@ -1,4 +1,4 @@
-"""FLOPs of attention as a GPU's kernels are called: fewer heads of keys than of queries, the causal mask told in their way."""
+"""FLOPs of attention as a GPU's kernels are called: fewer heads of keys than of queries, the causal mask as their argument."""
 
 from __future__ import annotations
 

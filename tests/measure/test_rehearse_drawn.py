@@ -11,7 +11,7 @@ from rehearse_layouts import terms, within
 LAYOUTS = list(islice(drawn(seed=1), 40))
 MEMORY = ("activations, buffers", "all tensors at the peak")
 LEFT = 0.1
-"""of these layouts, at most, miss what the sweep is held to; docs/rehearse.md says in what"""
+"""of these layouts, at most, miss the tolerance of the sweep; docs/rehearse.md says by what"""
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -20,7 +20,7 @@ def test_the_same_seed_draws_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_drawn_layouts_hold_and_send_what_the_estimate_says() -> None:
+def test_random_layouts_match_the_estimated_memory_and_traffic() -> None:
     wrong, loose = [], set()
     for place, (job, layout) in enumerate(LAYOUTS):
         for stage, term in terms(job, layout):

@@ -1,4 +1,4 @@
-"""A GPU's kernels without a GPU: what stands in for them makes the tensors that they make, and a real GPU held as much."""
+"""A GPU's kernels without a GPU: stand-ins allocate the same tensors, and a real GPU's memory is equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rehearse_layouts import asked
+from rehearse_layouts import job_and_layout
 
 from ultrascale.kernels import fused, loss, selection
 from ultrascale.measure import rehearse_world as stand_ins
@@ -24,7 +24,7 @@ from ultrascale.specs.units import GIB
 N, H, F, HEADS, KV, D = 6, 8, 12, 4, 2, 4
 CALIBRATION = Path(__file__).resolve().parents[2] / "data" / "calibration"
 MEASURED = {"first": CALIBRATION / "h200_first.jsonl", "then": CALIBRATION / "h200.jsonl"}
-UNSEEN_GIB = 0.2  # cuBLAS's workspaces and what the allocator rounds up: no tensors
+NOT_TENSORS_GIB = 0.2  # cuBLAS's workspaces and what the allocator rounds up: no tensors
 FAST = (
     "first-smollm2-360m-s2048-m2-g1-none",
     "first-llama-3.2-1b-s4096-m4-g1-selective",
@@ -51,22 +51,22 @@ TWINS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_stand_in_makes_what_its_twin_makes(name: str) -> None:
+def test_a_stand_in_kernel_has_the_outputs_of_the_real_one(name: str) -> None:
     owner, given = TWINS[name]
     arguments, word = given(), name.split()[0]
-    made, wanted = (getattr(one, word)(*arguments) for one in (stand_ins, owner))
-    one_by_one = zip(*(each if isinstance(each, tuple) else (each,) for each in (made, wanted)), strict=True)
+    actual, wanted = (getattr(one, word)(*arguments) for one in (stand_ins, owner))
+    one_by_one = zip(*(each if isinstance(each, tuple) else (each,) for each in (actual, wanted)), strict=True)
     assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in one_by_one)
 
 
-def test_a_stand_in_adds_a_product_without_another_tensor() -> None:
+def test_a_stand_in_addmm_allocates_no_extra_tensor() -> None:
     total = torch.zeros(F, H)
     before = total.data_ptr(), total.shape
     stand_ins.accumulate_matmul(total, numbers(F, N), numbers(N, H), fresh=True)
     assert (total.data_ptr(), total.shape) == before
 
 
-def test_everything_is_put_back() -> None:
+def test_patched_kernels_are_restored() -> None:
     before = selection.choose, fused.norm, loss.accumulate_matmul, operators.rms_norm
     with stand_ins.as_on_a_gpu():
         assert fused.norm is stand_ins.norm
@@ -74,8 +74,8 @@ def test_everything_is_put_back() -> None:
     assert (selection.choose, fused.norm, loss.accumulate_matmul, operators.rms_norm) == before
 
 
-def test_a_gpu_holds_less_than_operators_do() -> None:
-    job, layout = asked("gqa", {"dp": 2, "gas": 2}, "fused")
+def test_fused_kernels_need_less_memory_than_operators() -> None:
+    job, layout = job_and_layout("gqa", {"dp": 2, "gas": 2}, "fused")
     one, plain = (rehearse_rank(job, layout, 0, kernels=each) for each in ("fused", "eager"))
     assert one.memory.parameters == plain.memory.parameters
     assert one.memory.master == plain.memory.master / 2  # in halves
@@ -85,7 +85,7 @@ def test_a_gpu_holds_less_than_operators_do() -> None:
 
 
 def test_which_kernels_are_rehearsed() -> None:
-    job, layout = asked("gqa", {"dp": 2}, "fused")
+    job, layout = job_and_layout("gqa", {"dp": 2}, "fused")
     assert kernels_of(job, "meta") == "fused"
     assert kernels_of(job, "meta", "eager") == "eager"
     cpu = job.changed(cluster=Cluster.load("2xcpu"))
@@ -101,12 +101,12 @@ def test_which_kernels_are_rehearsed() -> None:
     assert one.kernels == "eager"
 
 
-def test_notes_say_what_a_gpu_would_do_otherwise() -> None:
-    fused_, plain = (asked("gqa", {"dp": 2}, each) for each in ("fused", "eager"))
+def test_notes_name_differences_to_a_gpu() -> None:
+    fused_, plain = (job_and_layout("gqa", {"dp": 2}, each) for each in ("fused", "eager"))
     assert notes(*fused_, "meta", "fused") == []
     assert notes(*plain, "meta", "eager") == [EAGER]
-    assert notes(*asked("gqa", {"recompute": "full"}, "fused"), "meta", "fused") == [COMPILED]
-    assert notes(*asked("gqa", {"tp": 2}, "fused"), "meta", "fused") == []  # a GPU runs it operator by operator, too
+    assert notes(*job_and_layout("gqa", {"recompute": "full"}, "fused"), "meta", "fused") == [COMPILED]
+    assert notes(*job_and_layout("gqa", {"tp": 2}, "fused"), "meta", "fused") == []  # a GPU runs it operator by operator, too
     assert notes(*fused_, "cuda", "fused") == []
 
 
@@ -122,12 +122,12 @@ def runs() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("run", "held"), runs())
-def test_a_real_gpu_held_as_much(run: CalibrationRun, held: dict[str, float]) -> None:
+@pytest.mark.parametrize(("run", "measured_bytes"), runs())
+def test_memory_equals_a_real_gpus(run: CalibrationRun, measured_bytes: dict[str, float]) -> None:
     """An H200's allocator at the peak of the same step, beside tensors that have no memory."""
     one = rehearse_rank(run.job.changed(framework=engine_of("fused")), run.layout, 0, kernels="fused")
-    measured = sum(bytes_ for owner, bytes_ in held.items() if owner != "runtime")
-    compiled = COMPILED in notes(run.job, run.layout, "meta", "fused")  # operators hold more for a moment than it does
-    assert -compiled * 0.002 * measured <= measured - one.peak <= UNSEEN_GIB * GIB
+    measured = sum(bytes_ for owner, bytes_ in measured_bytes.items() if owner != "runtime")
+    compiled = COMPILED in notes(run.job, run.layout, "meta", "fused")  # operators have larger temporaries than it has
+    assert -compiled * 0.002 * measured <= measured - one.peak <= NOT_TENSORS_GIB * GIB
     for owner in ("parameters", "master", "gradients", "optimizer"):
-        assert getattr(one.memory, owner) == pytest.approx(held[owner], rel=2e-3), owner
+        assert getattr(one.memory, owner) == pytest.approx(measured_bytes[owner], rel=2e-3), owner

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rehearse_layouts import FAST, SLOW, asked, held, named, terms, within
+from rehearse_layouts import FAST, SLOW, job_and_layout, named, rehearsed_terms, terms, within
 
 from ultrascale.measure.rehearse import COMPILED, notes
 
@@ -17,8 +17,8 @@ LAYOUTS = FAST + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
 
 
 @pytest.mark.parametrize(("model", "fields"), LAYOUTS, ids=[named(*one) for one in FAST + SLOW])
-def test_estimate_is_what_a_rank_holds_and_does(model: str, fields: dict[str, Any]) -> None:
-    found = list(held(model, fields))
+def test_estimate_equals_a_cpu_ranks_memory_and_work(model: str, fields: dict[str, Any]) -> None:
+    found = list(rehearsed_terms(model, fields))
     assert len(found) >= 5
     missed = [
         f"{name}: predicted {one.predicted:,.0f}, rehearsed {one.rehearsed:,.0f}" for name, one in found if not within(one)
@@ -27,10 +27,10 @@ def test_estimate_is_what_a_rank_holds_and_does(model: str, fields: dict[str, An
 
 
 @pytest.mark.parametrize(("model", "fields"), LAYOUTS, ids=[named(*one) for one in FAST + SLOW])
-def test_estimate_is_what_a_gpu_holds_and_does(model: str, fields: dict[str, Any]) -> None:
-    compiled = COMPILED in notes(*asked(model, fields, "fused"), "meta", "fused")
+def test_estimate_equals_a_gpus_memory_and_work(model: str, fields: dict[str, Any]) -> None:
+    compiled = COMPILED in notes(*job_and_layout(model, fields, "fused"), "meta", "fused")
     ends = ("activations, buffers", "all tensors at the peak") if compiled else ("activations, buffers",)
-    found = [(name, one) for name, one in held(model, fields, "fused") if one.label not in ends]
+    found = [(name, one) for name, one in rehearsed_terms(model, fields, "fused") if one.label not in ends]
     assert len(found) >= 4
     missed = [
         f"{name}: predicted {one.predicted:,.0f}, rehearsed {one.rehearsed:,.0f}" for name, one in found if not within(one)
@@ -43,8 +43,8 @@ def test_estimate_is_what_a_gpu_holds_and_does(model: str, fields: dict[str, Any
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_with_few_tokens_gradients_are_the_peak(recompute: str, precision: str, zero: int, gas: int) -> None:
-    """Of a large vocabulary's head, of layers on their way, of weights that have gone."""
-    job, layout = asked("gqa", {"dp": 2, "mbs": 4, "gas": gas, "zero": zero, "recompute": recompute}, "eager")
+    """Of a large vocabulary's head, of layers in backward, of gathered weights that are freed."""
+    job, layout = job_and_layout("gqa", {"dp": 2, "mbs": 4, "gas": gas, "zero": zero, "recompute": recompute}, "eager")
     job = job.changed(seq=64, batch_tokens=layout.batch_tokens(64), precision=precision)
     found = {term.label: term for _, term in terms(job, layout)}
     for owner in {"parameters", "master", "gradients", "optimizer"} & found.keys():
@@ -52,5 +52,5 @@ def test_with_few_tokens_gradients_are_the_peak(recompute: str, precision: str, 
     assert abs(found["all tensors at the peak"].difference) < 0.015
 
 
-def test_no_layout_is_held_twice() -> None:
+def test_no_layout_is_listed_twice() -> None:
     assert len({named(*one) for one in FAST + SLOW}) == len(FAST + SLOW) >= 60

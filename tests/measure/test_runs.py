@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_rows import FULL, PUBLISHED, row, run, write
+from row_builders import FULL, PUBLISHED, row, run, write
 
 from ultrascale.measure.accuracy.fields import framework_of, gpu_kind
 from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
@@ -113,7 +113,7 @@ HEADER = ",".join(FULL)
     ],
     ids=["absent", "folder", "empty", "blank lines", "header", "header and blanks", "binary", "zeros", "huge cell"],
 )
-def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
+def test_a_file_that_is_no_table_is_a_clear_error(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
     make(tmp_path / "runs.csv")
     with pytest.raises(SpecError, match=says) as caught:
         read(tmp_path / "runs.csv")
@@ -191,7 +191,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_row_that_cannot_be_modelled_says_why_and_the_next_is_scored(tmp_path: Path, name: str) -> None:
+def test_an_unmodelled_row_has_a_reason_and_the_next_is_scored(tmp_path: Path, name: str) -> None:
     cells, words = BAD[name]
     runs, problems = read(write(tmp_path / "runs.csv", row(id="bad", **cells), row(id="good")))
     assert problems == []
@@ -203,7 +203,7 @@ def test_a_row_that_cannot_be_modelled_says_why_and_the_next_is_scored(tmp_path:
     assert good.tokens_per_s_per_gpu == score([run()])[0].tokens_per_s_per_gpu
 
 
-def test_a_layout_that_the_model_cannot_take_gets_the_planner_s_own_sentence() -> None:
+def test_an_illegal_layout_has_the_planners_message() -> None:
     """Llama-3-8B has 32 layers, not 8·5."""
     (one,) = score([run(pp=8, dp=1, vpp=5, grad_accum=16, zero_stage=0)])
     assert one.reason is not None
@@ -295,7 +295,7 @@ def test_recompute_as_printed(text: str, policy: str, half: bool) -> None:
     assert not any("recompute" in assumption for assumption in one.assumptions)
 
 
-def test_every_second_layer_recomputed_lies_half_way_between_none_and_all() -> None:
+def test_recomputing_every_second_layer_is_half_of_full() -> None:
     none, half, full = score([run(recompute=text) for text in ("none", "selective (every 2nd layer)", "full")])
     assert none.iter_time_s is not None
     assert full.iter_time_s is not None
@@ -330,7 +330,7 @@ ASSUMED = {
 }
 
 
-def test_a_silent_row_lists_every_assumption() -> None:
+def test_a_minimal_row_lists_every_assumption() -> None:
     one = read_row(SILENT, 2)
     assert one.reason is None
     for words in ASSUMED:
@@ -338,14 +338,14 @@ def test_a_silent_row_lists_every_assumption() -> None:
 
 
 @pytest.mark.parametrize("words", ASSUMED)
-def test_an_assumption_goes_when_the_row_says_it_and_the_others_stay(words: str) -> None:
+def test_a_given_value_replaces_only_its_assumption(words: str) -> None:
     one = read_row({**SILENT, **ASSUMED[words]}, 2)
     assert one.reason is None
     for other in ASSUMED:
         assert any(other in assumption for assumption in one.assumptions) == (other != words), (other, one.assumptions)
 
 
-def test_silent_recompute_is_the_least_that_fits() -> None:
+def test_missing_recompute_is_the_least_that_fits() -> None:
     """Llama-3-70B on 8 × H100 with ZeRO-3 has no room for 8k of activations; the 1B model has."""
     assert any(
         "recompute full" in text for text in run(model="llama-3-70b", gpus=32, dp=32, seq_len=8192, recompute="").assumptions
@@ -401,7 +401,7 @@ def test_a_gpu_by_any_spelling_is_its_preset(text: str, name: str) -> None:
     assert gpu_kind(text, []) == GPU.load(name)
 
 
-def test_an_a100_of_unsaid_size_is_an_assumption() -> None:
+def test_an_a100_without_memory_size_is_an_assumption() -> None:
     for text, expected in (("A100 (DGX-A100, 2020)", 1), ("A100-40GB", 0), ("A100-80GB SXM 400W", 0)):
         assumptions: list[str] = []
         gpu_kind(text, assumptions)
@@ -478,7 +478,7 @@ def test_a_known_engine_is_its_preset_and_no_assumption(system: str, compiled: s
         ("PyTorch FSDP", "", "fsdp1-eager"),
     ],
 )
-def test_an_unknown_engine_is_taken_by_compile_and_that_is_said(system: str, compiled: str, name: str) -> None:
+def test_an_unknown_engine_is_assumed_from_compile_and_noted(system: str, compiled: str, name: str) -> None:
     assumptions: list[str] = []
     assert framework_of({"system": system, "compile": compiled}, assumptions).name == name
     assert f"framework '{system}' taken as {name}" in assumptions
@@ -511,33 +511,33 @@ def test_an_unknown_engine_is_taken_by_compile_and_that_is_said(system: str, com
         ({"system": "eager thing", "precision": "bf16 (params, grads, Adam all bf16)"}, "states", "pure"),
     ],
 )
-def test_what_a_row_says_of_its_engine_is_a_field_of_it(cells: dict[str, str], field: str, value: object) -> None:
+def test_engine_columns_become_engine_fields(cells: dict[str, str], field: str, value: object) -> None:
     assert getattr(framework_of(cells, []), field) == value
 
 
-def test_a_word_that_a_column_does_not_know_is_the_row_s_reason() -> None:
+def test_an_unknown_value_in_a_column_is_the_rows_reason() -> None:
     one = run(dispatch="by pigeon")
     assert one.reason is not None
     assert "dispatch" in one.reason
 
 
-def test_a_row_s_network_sharding_and_gradients_are_those_it_says() -> None:
+def test_network_sharding_and_gradients_come_from_the_row() -> None:
     silent = run(gpus=16, dp=16)
-    said = run(gpus=16, dp=16, zero_shards=8, node_network_gbps=400)
+    parsed = run(gpus=16, dp=16, zero_shards=8, node_network_gbps=400)
     recipe = run(gpus=16, dp=16, system="NeMo/Megatron-Core")
     assert silent.job is not None
-    assert said.job is not None
+    assert parsed.job is not None
     assert recipe.job is not None
     assert silent.layout is not None
-    assert said.layout is not None
-    assert said.job.cluster.network_gb_s == pytest.approx(400 / 8 / 8)
-    assert silent.job.cluster.network_gb_s > said.job.cluster.network_gb_s
-    assert (silent.layout.zero_shards, said.layout.zero_shards) == (None, 8)
+    assert parsed.layout is not None
+    assert parsed.job.cluster.network_gb_s == pytest.approx(400 / 8 / 8)
+    assert silent.job.cluster.network_gb_s > parsed.job.cluster.network_gb_s
+    assert (silent.layout.zero_shards, parsed.layout.zero_shards) == (None, 8)
     assert (silent.job.gradients, recipe.job.gradients) == ("fp32", "bf16")
 
 
 def test_memory_that_megatron_bridge_prints_is_in_gigabytes() -> None:
-    """One row and its prediction in one unit: 10^9 bytes, though the card says GiB."""
+    """One row and its prediction in one unit: 10^9 bytes, though the page prints GiB."""
     rows = {run.id: run for run in read(PUBLISHED)[0]}
     bridge, other = rows["mbqwen-002"], rows["simumax-001"]
     assert (bridge.mem_unit, bridge.peak_mem_gib) == (1e9, 62.166)

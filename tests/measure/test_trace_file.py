@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_traces import Device, op, step, write
+from trace_builders import Device, op, step, write
 
 from ultrascale.measure import trace_file, trace_times
 from ultrascale.measure import trace_rank as trace
@@ -30,9 +30,7 @@ def kernels(count: int) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
-def test_every_event_is_read_however_the_text_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
-) -> None:
+def test_every_event_is_read_at_any_chunk_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
     monkeypatch.setattr(trace_file, "CHUNK", chunk)
     events = [*kernels(5), {**op('odd "name" } ] \\ \u00e9', 0, 1), "args": {"deep": [[{"}": "]"}], -1.5e3, None, True]}}]
     file = TraceFile(write(tmp_path / name, events, rank=3, deviceProperties=[{"id": 0}], baseTimeNanoseconds=1790857026))
@@ -50,7 +48,7 @@ def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("squeezed", [False, True])
-def test_a_trace_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path: Path, run: Run, squeezed: bool) -> None:
+def test_a_truncated_trace_is_read_up_to_its_last_event(tmp_path: Path, run: Run, squeezed: bool) -> None:
     whole = write(tmp_path / ("whole.json.gz" if squeezed else "whole.json"), [step(4, 0, 4000), *kernels(400)])
     cut = tmp_path / ("cut.json.gz" if squeezed else "cut.json")
     data = whole.read_bytes()
@@ -59,8 +57,8 @@ def test_a_trace_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path: Path, 
     assert before.broken is None
     assert after.broken is not None
     assert 0 < after.events < before.events
-    code, printed, said = run("profile", "--trace", cut)
-    assert code == 0, said
+    code, printed, err = run("profile", "--trace", cut)
+    assert code == 0, err
     assert "was cut off" in printed
     assert f"{after.events:,} events" in printed
 
@@ -89,26 +87,26 @@ def test_a_trace_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path: Path, 
         ("[" * 100_000, "has no events that last"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path: Path, run: Run, text: str, why: str) -> None:
+def test_non_traces_are_refused(tmp_path: Path, run: Run, text: str, why: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
-    code, _, said = run("profile", "--trace", path)
+    code, _, err = run("profile", "--trace", path)
     assert code == 2
-    assert why in said
-    assert "Traceback" not in said
+    assert why in err
+    assert "Traceback" not in err
 
 
-def test_files_that_are_not_there(tmp_path: Path, run: Run) -> None:
-    code, _, said = run("profile", "--trace", tmp_path / "none.json")
-    assert (code, "does not exist" in said) == (2, True)
-    code, _, said = run("profile", "--trace", tmp_path)
-    assert (code, "folder without traces" in said) == (2, True)
+def test_missing_files_are_refused(tmp_path: Path, run: Run) -> None:
+    code, _, err = run("profile", "--trace", tmp_path / "none.json")
+    assert (code, "does not exist" in err) == (2, True)
+    code, _, err = run("profile", "--trace", tmp_path)
+    assert (code, "folder without traces" in err) == (2, True)
     (tmp_path / "bad.json.gz").write_bytes(b"\x1f\x8b" + b"no gzip at all")
-    code, _, said = run("profile", "--trace", tmp_path / "bad.json.gz")
-    assert (code, "has no events" in said) == (2, True)
+    code, _, err = run("profile", "--trace", tmp_path / "bad.json.gz")
+    assert (code, "has no events" in err) == (2, True)
 
 
-def test_a_run_and_traces_are_two_things(run: Run, tmp_path: Path) -> None:
+def test_a_run_and_traces_are_mutually_exclusive(run: Run, tmp_path: Path) -> None:
     for words, why in (
         ((), "takes a plan to run, or --trace"),
         (("plan.yaml", "--trace", tmp_path), "takes a plan to run, or --trace"),
@@ -116,8 +114,8 @@ def test_a_run_and_traces_are_two_things(run: Run, tmp_path: Path) -> None:
         (("layout.tp=2",), "none is named"),
         (("plan.yaml", "train.steps=9"), "train.steps is what --steps says"),
     ):
-        code, _, said = run("profile", *words)
-        assert (code, why in said) == (2, True), said
+        code, _, err = run("profile", *words)
+        assert (code, why in err) == (2, True), err
 
 
 def test_several_packed_parts_are_one_trace(tmp_path: Path) -> None:
@@ -128,22 +126,22 @@ def test_several_packed_parts_are_one_trace(tmp_path: Path) -> None:
     assert (found.events, found.broken) == (8, None)
 
 
-def test_folders_stand_for_the_traces_in_them(tmp_path: Path) -> None:
+def test_folders_expand_to_their_traces(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "traces"
     folder.mkdir(parents=True)
-    made = [write(folder / f"rank{rank}.json.gz", kernels(2), rank=rank) for rank in (0, 1)]
+    written = [write(folder / f"rank{rank}.json.gz", kernels(2), rank=rank) for rank in (0, 1)]
     (tmp_path / "run" / "env.json").write_text("{}")
-    assert files([tmp_path / "run"]) == files([folder]) == made
-    with gzip.open(made[0], "rt") as file:
+    assert files([tmp_path / "run"]) == files([folder]) == written
+    with gzip.open(written[0], "rt") as file:
         assert json.load(file)["distributedInfo"]["rank"] == 0
 
 
-def test_a_trace_without_marks_says_so(tmp_path: Path) -> None:
+def test_a_trace_without_step_marks_is_noted(tmp_path: Path) -> None:
     found = analyse([trace_times.analyse(trace.read(write(tmp_path / "trace.json", kernels(3))))])
     assert "marks no steps" in found.notes[0]
 
 
-def test_steps_in_which_nothing_ran(tmp_path: Path) -> None:
+def test_empty_steps_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.json", [step(1, 5000, 6000), *kernels(3)])
     with pytest.raises(SpecError, match="marks steps in which nothing ran"):
         trace_times.analyse(trace.read(path))
@@ -181,5 +179,5 @@ def test_a_gzip_file_that_grows_a_thousandfold_is_refused_before_it_fills_the_me
 
 def test_a_fifo_is_no_trace(tmp_path: Path, run: Run) -> None:
     os.mkfifo(tmp_path / "trace.json")
-    code, _, said = run("profile", "--trace", tmp_path / "trace.json")
-    assert (code, "not a regular file" in said) == (2, True)
+    code, _, err = run("profile", "--trace", tmp_path / "trace.json")
+    assert (code, "not a regular file" in err) == (2, True)

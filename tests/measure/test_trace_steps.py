@@ -1,4 +1,4 @@
-"""Sets of time, against the same arithmetic done moment by moment."""
+"""Sets of intervals, against the same arithmetic on sets of integer points."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ultrascale.measure.trace_steps import Intervals, both, length, lengths, mer
 stretches = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
 
-def moments(of: Intervals) -> set[int]:
-    return {moment for start, end in of for moment in range(int(start), int(end))}
+def points_in(of: Intervals) -> set[int]:
+    return {point for start, end in of for point in range(int(start), int(end))}
 
 
 @given(stretches, stretches)
 def test_sets_of_time_are_sets(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     a, b = merged(first), merged(second)
-    assert moments(a) == {moment for start, end in first for moment in range(start, end)}
-    assert length(a) == len(moments(a))
-    assert moments(both(a, b)) == moments(a) & moments(b)
-    assert moments(without(a, b)) == moments(a) - moments(b)
+    assert points_in(a) == {point for start, end in first for point in range(start, end)}
+    assert length(a) == len(points_in(a))
+    assert points_in(both(a, b)) == points_in(a) & points_in(b)
+    assert points_in(without(a, b)) == points_in(a) - points_in(b)
     assert both(a, b) == both(b, a)
     for one in (a, both(a, b), without(a, b)):
         assert one == merged(one)
@@ -31,7 +31,7 @@ def test_sets_of_time_are_sets(first: list[tuple[int, int]], second: list[tuple[
 
 @given(stretches, stretches, st.integers(0, 40), st.integers(0, 40))
 def test_parts_add_up_to_the_window(first: list[tuple[int, int]], second: list[tuple[int, int]], start: int, end: int) -> None:
-    """What a step is taken apart into: computing alone, exchanging alone, both, neither."""
+    """The parts of a step: only compute, only communication, both, neither."""
     window = (min(start, end), max(start, end))
     computing, exchanging = (both(merged(one), [window]) for one in (first, second))
     overlapped = both(computing, exchanging)
@@ -42,7 +42,7 @@ def test_parts_add_up_to_the_window(first: list[tuple[int, int]], second: list[t
 
 
 def test_a_worked_example() -> None:
-    """Kernels 0–10 and 5–20 and 30–40; an exchange 15–35."""
+    """Kernels 0–10 and 5–20 and 30–40; a collective 15–35."""
     computing, exchanging = merged([(0, 10), (30, 40), (5, 20)]), merged([(15, 35)])
     assert computing == [(0, 20), (30, 40)]
     assert both(computing, exchanging) == [(15, 20), (30, 35)]

@@ -1,4 +1,4 @@
-"""Traces whose every answer is known: what was computing, what was exchanged, for whom, and what was idle."""
+"""Traces with known answers: compute, communication by technique, and idle time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_traces import BACKWARD, Device, op, span, step, write
+from trace_builders import BACKWARD, Device, op, span, step, write
 
 from ultrascale.measure import trace_rank as trace
 from ultrascale.measure import trace_times
@@ -30,15 +30,15 @@ def exposed(one: RankTime) -> dict[str, float]:
 
 
 def test_two_streams_of_a_gpu(tmp_path: Path) -> None:
-    """Computing 100–160 and 200–260; an all-reduce 150–220: ten behind the first, forty alone, twenty behind the second."""
+    """Computing 100–160 and 200–260; an all-reduce 150–220: 10 µs hidden by the first, 40 exposed, 20 hidden by the second."""
     gpu = Device()
     gpu.kernel(100, 130, launched=10)
     gpu.kernel(120, 160, launched=12)  # overlaps the first: counted once
     gpu.collective(150, 220, launched=14)
     gpu.kernel(200, 260, launched=16)
-    seen = analysed(tmp_path, [step(4, 0, 300), *gpu.events])
-    assert seen.device == "gpu"
-    assert parts(seen) == (160, 90, 40, 30, 0)
+    analysis = analysed(tmp_path, [step(4, 0, 300), *gpu.events])
+    assert analysis.device == "gpu"
+    assert parts(analysis) == (160, 90, 40, 30, 0)
 
 
 def test_a_step_of_a_gpu_lasts_from_its_first_kernel_to_the_next_steps(tmp_path: Path) -> None:
@@ -47,22 +47,22 @@ def test_a_step_of_a_gpu_lasts_from_its_first_kernel_to_the_next_steps(tmp_path:
     gpu.kernel(100, 190, launched=10)
     gpu.kernel(200, 240, launched=60)
     gpu.kernel(250, 280, launched=70)
-    seen = analysed(tmp_path, [step(4, 0, 50), step(5, 50, 90), *gpu.events])
-    assert parts(seen, 0) == (100, 90, 0, 0, 10)
-    assert parts(seen, 1) == (80, 70, 0, 0, 10)
-    assert sum(one.step_s for one in seen.steps) * 1e6 == pytest.approx(280 - 100)
+    analysis = analysed(tmp_path, [step(4, 0, 50), step(5, 50, 90), *gpu.events])
+    assert parts(analysis, 0) == (100, 90, 0, 0, 10)
+    assert parts(analysis, 1) == (80, 70, 0, 0, 10)
+    assert sum(one.step_s for one in analysis.steps) * 1e6 == pytest.approx(280 - 100)
 
 
 def test_without_steps_the_whole_trace_is_one(tmp_path: Path) -> None:
     gpu = Device()
     gpu.kernel(100, 150, launched=90)
     gpu.kernel(250, 300, launched=240)
-    seen = analysed(tmp_path, gpu.events)
-    assert [one.name for one in seen.steps] == ["the whole trace"]
-    assert parts(seen) == (200, 100, 0, 0, 100)
+    analysis = analysed(tmp_path, gpu.events)
+    assert [one.name for one in analysis.steps] == ["the whole trace"]
+    assert parts(analysis) == (200, 100, 0, 0, 100)
 
 
-def test_our_ranges_tell_whose_a_collective_is_in_backwards_thread_too(tmp_path: Path) -> None:
+def test_our_ranges_attribute_collectives_in_the_backward_thread(tmp_path: Path) -> None:
     gpu = Device()
     gpu.kernel(100, 400, launched=10)
     gpu.collective(400, 440, launched=21, kind="AllReduce")
@@ -78,23 +78,23 @@ def test_our_ranges_tell_whose_a_collective_is_in_backwards_thread_too(tmp_path:
     assert exposed(analysed(tmp_path, events)) == {"tensor": 40, "data": 60, "pipeline": 10}
 
 
-def test_a_moment_of_two_techniques_is_counted_once(tmp_path: Path) -> None:
+def test_overlapping_collectives_are_counted_once(tmp_path: Path) -> None:
     gpu = Device()
     gpu.kernel(100, 110, launched=10)
     gpu.collective(110, 160, launched=21)
     gpu.collective(140, 200, launched=31)
     events = [step(4, 0, 300), span("data all_reduce", 20, 25), span("tensor all_reduce", 30, 35), *gpu.events]
-    seen = analysed(tmp_path, events)
-    assert parts(seen) == (100, 10, 90, 0, 0)
-    assert exposed(seen) == {"tensor": 60, "data": 30}
-    assert {one.technique: round(one.time_s * 1e6) for one in seen.techniques} == {"tensor": 60, "data": 50}
+    analysis = analysed(tmp_path, events)
+    assert parts(analysis) == (100, 10, 90, 0, 0)
+    assert exposed(analysis) == {"tensor": 60, "data": 30}
+    assert {one.technique: round(one.time_s * 1e6) for one in analysis.techniques} == {"tensor": 60, "data": 50}
 
 
-def test_other_engines_tell_by_their_process_groups(tmp_path: Path) -> None:
+def test_collectives_of_other_engines_are_attributed_by_process_group(tmp_path: Path) -> None:
     """As torchtitan and Megatron name them; the group may be named by number, and the range be torch's own."""
     gpu = Device()
     gpu.kernel(0, 100, launched=-50)
-    told = [
+    collectives = [
         ("AllGather", {"Process Group Description": "mesh_dp_shard", "Collective name": "_allgather_base"}),
         ("ReduceScatter", {"Process Group Description": "mesh_tp", "Collective name": "_reduce_scatter_base"}),
         ("AllReduce", {"Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"}),
@@ -102,19 +102,19 @@ def test_other_engines_tell_by_their_process_groups(tmp_path: Path) -> None:
         ("SendRecv", {"Process Group Description": "undefined", "Collective name": "all_to_allv"}),
         ("AllReduce", {"Process Group Description": "default_pg"}),
     ]
-    for place, (kind, facts) in enumerate(told):
+    for place, (kind, facts) in enumerate(collectives):
         gpu.collective(100 + 10 * place, 110 + 10 * place, launched=place, kind=kind, **facts)
     groups = {"distributedInfo": {"rank": 3, "pg_config": [{"pg_name": "5", "pg_desc": "DATA_PARALLEL_GROUP_WITH_CP"}]}}
-    seen = analysed(tmp_path, gpu.events, **groups)
-    assert seen.rank == 3
-    assert exposed(seen) == {"tensor": 20, "expert": 10, "zero": 10, "data": 10, "unknown": 10}
-    kinds = {one.technique: one.kinds for one in seen.techniques}
+    analysis = analysed(tmp_path, gpu.events, **groups)
+    assert analysis.rank == 3
+    assert exposed(analysis) == {"tensor": 20, "expert": 10, "zero": 10, "data": 10, "unknown": 10}
+    kinds = {one.technique: one.kinds for one in analysis.techniques}
     assert kinds["tensor"] == {"reduce_scatter": 1, "all_reduce": 1}
     assert kinds["expert"] == {"all_to_all": 1}
 
 
-def test_a_collective_is_told_by_the_call_that_launched_it(tmp_path: Path) -> None:
-    """Kineto tells some kernels nothing: the host's record_param_comms around the launch knows."""
+def test_a_collective_is_attributed_by_its_launching_call(tmp_path: Path) -> None:
+    """Kineto has no metadata for some kernels: the host's record_param_comms around the launch has."""
     gpu = Device()
     gpu.kernel(0, 100, launched=-50)
     gpu.collective(100, 110, launched=12)
@@ -122,17 +122,17 @@ def test_a_collective_is_told_by_the_call_that_launched_it(tmp_path: Path) -> No
     assert exposed(analysed(tmp_path, [call, *gpu.events])) == {"pipeline": 10}
 
 
-def test_torchs_ddp_is_known_by_its_forward(tmp_path: Path) -> None:
+def test_torchs_ddp_is_recognized_by_its_forward(tmp_path: Path) -> None:
     gpu = Device()
     gpu.kernel(0, 100, launched=-50)
     gpu.collective(100, 110, launched=12)
     assert exposed(analysed(tmp_path, gpu.events)) == {"unknown": 10}
-    seen = analysed(tmp_path, [span("DistributedDataParallel.forward", -60, -10), *gpu.events])
-    assert exposed(seen) == {"data": 10}
-    assert seen.reductions is not None
+    analysis = analysed(tmp_path, [span("DistributedDataParallel.forward", -60, -10), *gpu.events])
+    assert exposed(analysis) == {"data": 10}
+    assert analysis.reductions is not None
 
 
-def test_a_cpu_waits_in_named_ranges_while_gloo_works_behind(tmp_path: Path) -> None:
+def test_gloo_waits_are_measured_in_named_ranges(tmp_path: Path) -> None:
     """Operators 0–40 and 60–90. gloo reduces 30–70 and gathers 90–100: the host waits for the first from 45 to 60."""
     events = [
         step(4, 0, 120),
@@ -148,12 +148,12 @@ def test_a_cpu_waits_in_named_ranges_while_gloo_works_behind(tmp_path: Path) -> 
         op("c10d::_allgather_base_", 90, 91),
         span("gloo:all_gather", 91, 100, tid=9),
     ]
-    seen = analysed(tmp_path, events)
-    assert seen.device == "cpu"
-    # Computing: 0–40, 60–90 and, while gloo worked on and nobody waited, 40–45. Exchanging: 28–70 and 90–100.
-    assert parts(seen) == (120, 75 - 27, 15 + 10, 27, 20)
-    assert exposed(seen) == {"zero": 10, "data": 15}
-    assert {one.technique: one.kinds for one in seen.techniques} == {"zero": {"all_gather": 1}, "data": {"all_reduce": 1}}
+    analysis = analysed(tmp_path, events)
+    assert analysis.device == "cpu"
+    # Computing: 0–40, 60–90 and, while gloo worked and the host did not wait, 40–45. Communication: 28–70 and 90–100.
+    assert parts(analysis) == (120, 75 - 27, 15 + 10, 27, 20)
+    assert exposed(analysis) == {"zero": 10, "data": 15}
+    assert {one.technique: one.kinds for one in analysis.techniques} == {"zero": {"all_gather": 1}, "data": {"all_reduce": 1}}
 
 
 def test_a_scatter_that_gloo_runs_as_a_reduction_keeps_its_owner(tmp_path: Path) -> None:
@@ -169,13 +169,13 @@ def test_a_scatter_that_gloo_runs_as_a_reduction_keeps_its_owner(tmp_path: Path)
     assert exposed(analysed(tmp_path, events)) == {"zero": 30, "unknown": 10}
 
 
-def test_the_update_is_told_apart(tmp_path: Path) -> None:
+def test_optimizer_time_is_separate(tmp_path: Path) -> None:
     """Of kernels by when they were launched, of operators by where they are."""
     gpu = Device()
     gpu.kernel(100, 160, launched=10)
     gpu.kernel(160, 190, launched=55)
-    seen = analysed(tmp_path, [step(4, 0, 90), span("optimizer", 50, 80), *gpu.events])
-    assert seen.steps[0].optimizer_s * 1e6 == pytest.approx(30)
+    analysis = analysed(tmp_path, [step(4, 0, 90), span("optimizer", 50, 80), *gpu.events])
+    assert analysis.steps[0].optimizer_s * 1e6 == pytest.approx(30)
     host = [step(4, 0, 90), op("aten::mm", 0, 50), op("Optimizer.step#AdamW.step", 50, 80), op("aten::add", 60, 70)]
     assert analysed(tmp_path, host).steps[0].optimizer_s * 1e6 == pytest.approx(10)
 
@@ -191,15 +191,15 @@ def test_kernels_that_are_launched_too_late(tmp_path: Path) -> None:
     wait = {**span("cudaStreamSynchronize", 350, 402), "cat": "cuda_runtime"}
     gpu.kernel(450, 500, launched=440)
     forward = span("forward stage 0 micro-batch 2", 205, 300)
-    seen = analysed(tmp_path, [step(4, 0, 500), wait, forward, *gpu.events]).launches
-    assert seen is not None
-    assert seen.late_s * 1e6 == pytest.approx(20 + 15 + 15)
-    assert (seen.gaps, seen.stretches) == (3, 1)
-    assert seen.longest_s * 1e6 == pytest.approx(260 - 200)
-    assert seen.kernel_s * 1e6 == pytest.approx(5)
-    assert seen.every_s * 1e6 == pytest.approx(20)
-    assert seen.after_waits_s * 1e6 == pytest.approx(50)
-    assert {name: round(time_s * 1e6) for name, time_s in seen.where.items()} == {"forward": 50}
+    launches = analysed(tmp_path, [step(4, 0, 500), wait, forward, *gpu.events]).launches
+    assert launches is not None
+    assert launches.late_s * 1e6 == pytest.approx(20 + 15 + 15)
+    assert (launches.gaps, launches.stretches) == (3, 1)
+    assert launches.longest_s * 1e6 == pytest.approx(260 - 200)
+    assert launches.kernel_s * 1e6 == pytest.approx(5)
+    assert launches.every_s * 1e6 == pytest.approx(20)
+    assert launches.after_waits_s * 1e6 == pytest.approx(50)
+    assert {name: round(time_s * 1e6) for name, time_s in launches.where.items()} == {"forward": 50}
 
 
 def test_copies_between_host_and_device(tmp_path: Path) -> None:
@@ -209,11 +209,11 @@ def test_copies_between_host_and_device(tmp_path: Path) -> None:
     gpu.copy(120, 125, 12, "DtoH (Device -> Pinned)", 8)
     gpu.copy(125, 130, 13, "DtoD (Device -> Device)", 10**6)
     waits = [{**span("cudaStreamSynchronize", start, start + 5), "cat": "cuda_runtime"} for start in (105, 115, 200)]
-    seen = analysed(tmp_path, [step(4, 0, 150), *gpu.events, *waits]).copies
-    assert seen is not None
-    assert (seen.to_device, seen.to_device_bytes, seen.to_host, seen.to_host_bytes) == (2, 4196, 1, 8)
-    assert (seen.pageable, seen.pageable_bytes) == (1, 4096)
-    assert (seen.waits, round(seen.wait_s * 1e6)) == (2, 10)
+    copies = analysed(tmp_path, [step(4, 0, 150), *gpu.events, *waits]).copies
+    assert copies is not None
+    assert (copies.to_device, copies.to_device_bytes, copies.to_host, copies.to_host_bytes) == (2, 4196, 1, 8)
+    assert (copies.pageable, copies.pageable_bytes) == (1, 4096)
+    assert (copies.waits, round(copies.wait_s * 1e6)) == (2, 10)
 
 
 def test_actions_of_a_pipeline_without_their_waits(tmp_path: Path) -> None:

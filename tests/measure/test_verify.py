@@ -1,4 +1,4 @@
-"""verify says yes to what computes right, no to a planted mistake, and compares everything there is."""
+"""verify accepts correct layouts, detects planted faults, and compares every parameter."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_other_families(model):
 
 
 @pytest.mark.slow
-def test_a_reduction_left_out_under_context_parallelism_is_seen(monkeypatch):
+def test_a_missing_cp_reduction_is_detected(monkeypatch):
     """Gradients reduced over dp alone, as if ranks with other tokens of the same sequences were none of our business."""
     build = meshes.Mesh.build.__func__
 
@@ -89,7 +89,7 @@ def test_a_reduction_left_out_under_context_parallelism_is_seen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_parameter_that_nobody_compares_is_seen(monkeypatch):
+def test_an_uncompared_parameter_is_detected(monkeypatch):
     monkeypatch.setattr(measure, "_first_replica", lambda weight: weight.shard.name != "blocks.0.mlp.down.weight")
     (difference,) = verify(small_job(TINY, 2), [Layout(tp=2, mbs=8, gas=2)])
     assert not difference.ok
@@ -112,7 +112,7 @@ def large(layout: Layout) -> Job:
     return Job(model=model, cluster=Cluster.load(f"{layout.gpus}xh100"), seq=8192, batch_tokens=batch)
 
 
-def test_a_large_plan_is_made_small_but_keeps_its_layout():
+def test_a_large_plan_is_shrunk_with_its_layout():
     layout = Layout(dp=8, tp=4, pp=2, schedule="interleaved", virtual_stages=2, zero=1, gas=64)
     estimate(large(layout), layout)  # legal as planned
     job, small, notes = reduced(large(layout), layout)

@@ -52,8 +52,8 @@ def wrapped(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> 
 
 
 def no_tensor_all_reduce(patch: Patch) -> None:
-    def around(original, model, axis, sequence, later):
-        original(model, axis, sequence, later)
+    def around(original, model, axis, sequence, deferred):
+        original(model, axis, sequence, deferred)
         if "1" in model.blocks:
             model.blocks["1"].attention.out.axis = ALONE
 

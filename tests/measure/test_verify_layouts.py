@@ -21,14 +21,14 @@ def tiny_job(world: int, model: str = "tiny") -> Job:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_every_layout_is_legal_and_there_once(world):
+def test_every_layout_is_legal_and_unique(world):
     layouts = compositions(tiny_job(world), world)
     assert len(set(layouts)) == len(layouts) > 0
     assert all(layout.gpus == world for layout in layouts)
     assert all(layout_problem(tiny_job(world), layout, Training()) is None for layout in layouts)
 
 
-def test_eight_processes_give_more_than_150_and_hold_every_value():
+def test_eight_processes_have_over_150_layouts_with_every_value():
     layouts = compositions(tiny_job(8), 8)
     assert len(layouts) >= 150
     for field, values in {
@@ -67,7 +67,7 @@ def test_only_keeps_those_that_use_each_technique():
         compositions(tiny_job(8), 8, ["ppp"])
 
 
-def test_a_spread_of_24_holds_every_schedule_and_way():
+def test_a_spread_of_24_has_every_schedule_and_variant():
     few = spread(compositions(tiny_job(8), 8), 24)
     assert len(few) == 24
     assert {layout.schedule for layout in few if layout.pp > 1} == set(REGISTRY)
@@ -82,7 +82,7 @@ def test_a_spread_of_24_holds_every_schedule_and_way():
         ("qwen3-235b-a22b", Layout(dp=8, ep=8, pp=2, gas=8, zero=3)),
     ],
 )
-def test_a_plan_with_experts_is_made_small(name, layout):
+def test_a_plan_with_experts_is_shrunk(name, layout):
     plan = Job(
         model=Model.load(name), cluster=Cluster.load(f"{layout.gpus}xh100"), seq=4096, batch_tokens=layout.batch_tokens(4096)
     )

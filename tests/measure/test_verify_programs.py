@@ -119,7 +119,7 @@ def test_a_program_without_an_option_trains_without_it() -> None:
     assert not any("balance_loss" in word for word in without.words(0))
 
 
-def test_a_wrong_program_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_an_invalid_program_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "program.yaml"
     for text, says in {
         "launches: []": "program.launches is empty",
@@ -133,9 +133,7 @@ def test_a_wrong_program_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_left_by_an_evaluation_are_found_shortened_and_located(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_stale_gradients_after_an_evaluation_are_found_and_minimized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The mistake that ZeRO had: after an evaluation the module's parameters are gathered, and the shards kept gradients."""
 
     def begin(self: FSDPGrads) -> None:
@@ -182,7 +180,7 @@ def test_an_optimizer_state_lost_on_resume_is_found(monkeypatch: pytest.MonkeyPa
     assert "DIFFERS" in program_row(verdict)
 
 
-def test_simpler_programs_have_one_thing_less() -> None:
+def test_simpler_programs_have_one_feature_less() -> None:
     program = FIXED["experts × signal × more steps"]
     smaller = list(simpler(program))
     assert [len(one.launches) for one in smaller[:3]] == [2, 2, 2]

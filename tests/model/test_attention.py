@@ -48,7 +48,7 @@ def test_forward_and_backward(
         torch.testing.assert_close(left, right)
 
 
-def test_pieces_join_by_their_log_sum_exp() -> None:
+def test_partial_outputs_merge_by_their_log_sum_exp() -> None:
     q, k, v = draw(6, 20, 4, 2)
     whole, lse = textbook(q, k, v, False, 0.25)
     with torch.no_grad():

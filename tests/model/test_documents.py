@@ -30,7 +30,7 @@ def packed() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": 4}, {"qk_norm": True}, {"kv_heads": 4, "tied_embeddings": True}])
-def test_packed_documents_are_as_if_each_were_alone(fields: dict[str, Any]) -> None:
+def test_packed_documents_equal_separate_ones(fields: dict[str, Any]) -> None:
     """Positions run on within a row, but a rotation only knows distances."""
     module = model_of(**fields)
     tokens, documents = packed()
@@ -51,7 +51,7 @@ def test_packed_documents_are_as_if_each_were_alone(fields: dict[str, Any]) -> N
     torch.testing.assert_close(unmasked[1], logits[1])
 
 
-def test_learned_positions_run_on_and_attention_stays_within() -> None:
+def test_learned_positions_continue_and_attention_stays_within_documents() -> None:
     module = model_of(positions="learned", max_positions=32, kv_heads=4)
     tokens, documents = packed()
     logits = module(tokens, torch.arange(24), None, documents)
@@ -62,8 +62,8 @@ def test_learned_positions_run_on_and_attention_stays_within() -> None:
 def test_no_gradient_crosses_the_end_of_a_document() -> None:
     q, k, v = (torch.randn(1, 6, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     documents = torch.tensor([0, 0, 1, 1, 1, 1])
-    seen = (documents.unsqueeze(1) == documents).tril()
-    bias = torch.zeros(1, 1, 6, 6, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    mask = (documents.unsqueeze(1) == documents).tril()
+    bias = torch.zeros(1, 1, 6, 6, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     CausalAttention()(q, k, v, bias)[:, 2:].sum().backward()
     assert v.grad is not None
     assert not v.grad[:, :2].any()

@@ -1,4 +1,4 @@
-"""FlexAttention's masks against the dense ones: what is seen, values and gradients; and where the model uses which."""
+"""FlexAttention's masks against the dense ones: visible tokens, values and gradients; and where the model uses which."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ MASKS = [(None, True), (40, False), (40, True), (None, False)]
 
 
 @pytest.mark.parametrize(("window", "packed"), MASKS)
-def test_a_rule_says_what_the_dense_mask_says(window: int | None, packed: bool) -> None:
+def test_a_mask_rule_equals_the_dense_mask(window: int | None, packed: bool) -> None:
     found = documents() if packed else None
     at = torch.arange(LENGTH)
-    seen = flex.rule(window, found)(torch.tensor(0), torch.tensor(0), at.unsqueeze(1), at)
+    mask = flex.rule(window, found)(torch.tensor(0), torch.tensor(0), at.unsqueeze(1), at)
     for q, k in ((0, 0), (50, 50), (50, 51), (50, 10), (50, 11), (67, 66), (68, 67), (149, 68), (149, 110)):
         wanted = k <= q and (window is None or q - k < window)
         wanted = wanted and (found is None or bool(found[0, q] == found[0, k]))
-        assert bool(seen[q, k]) is wanted, (q, k)
+        assert bool(mask[q, k]) is wanted, (q, k)
 
 
 @pytest.mark.parametrize(("window", "packed"), MASKS)
@@ -65,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_dense_mask(window: int | None, pa
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_that_nobody_sees_are_left_out() -> None:
+def test_fully_masked_blocks_are_skipped() -> None:
     """768 tokens are 6 × 6 blocks: a window of 128 sees its own and the one before."""
     mask = flex.mask(768, 128, None, CPU)
     assert mask.kv_num_blocks.flatten().tolist() == [1, 2, 2, 2, 2, 2]
@@ -73,7 +73,7 @@ def test_blocks_that_nobody_sees_are_left_out() -> None:
 
 
 class _OnGPU(Tensor):
-    """A tensor that says it is on a GPU, for the choice alone."""
+    """A tensor that reports a GPU as its device, for the selection only."""
 
     is_cuda = True
 
@@ -103,7 +103,7 @@ def test_causal_attention_needs_no_mask() -> None:
     assert bias_of(model_of(LENGTH), False) == ()  # a window that spans all is none
 
 
-def test_what_flex_refuses_has_dense_masks() -> None:
+def test_shapes_flex_does_not_support_have_dense_masks() -> None:
     assert "heads of 8" in (flex.why_not(8, torch.bfloat16) or "")
     assert "float64" in (flex.why_not(64, torch.float64) or "")
     assert flex.why_not(64, torch.bfloat16) is None
@@ -111,29 +111,29 @@ def test_what_flex_refuses_has_dense_masks() -> None:
     assert isinstance(dense, Tensor)
 
 
-def test_a_core_that_was_replaced_is_given_no_window() -> None:
+def test_a_replaced_attention_core_gets_no_window() -> None:
     """Context parallelism's, which takes no mask."""
     model = model_of(40)
     model.each_block()[0].attention.core = torch.nn.Identity()  # type: ignore[assignment]
     assert bias_of(model, False) == ()
 
 
-def test_backends_are_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_are_requested_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only where attention is causal and no more: a mask may need another one."""
-    core, asked = CausalAttention(), []
+    core, calls = CausalAttention(), []
     core.backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     real = torch.nn.functional.scaled_dot_product_attention
 
     def spy(*arguments: Any, **options: Any) -> Tensor:
         now = SimpleNamespace(flash=torch._C._get_flash_sdp_enabled(), efficient=torch._C._get_mem_efficient_sdp_enabled())
-        asked.append((now.flash, now.efficient))
+        calls.append((now.flash, now.efficient))
         return real(*arguments, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # past the CPU's own way
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # not the CPU's own kernel
     q, k, v = (numbers(1, 6, heads, 8, seed=heads) for heads in (4, 2, 2))
     out = core(q, k, v)
-    seen = torch.ones(6, 6, dtype=torch.bool).tril()
-    bias = torch.zeros(1, 1, 6, 6).masked_fill(~seen, -math.inf)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    bias = torch.zeros(1, 1, 6, 6).masked_fill(~mask, -math.inf)
     torch.testing.assert_close(core(q, k, v, bias), out)
-    assert asked == [(True, False), (True, True)]
+    assert calls == [(True, False), (True, True)]

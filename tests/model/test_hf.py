@@ -1,4 +1,4 @@
-"""Names of Hugging Face tensors: a round trip keeps every tensor, and what does not fit is told."""
+"""Names of Hugging Face tensors: a round trip keeps every tensor, and what does not fit is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_there_and_back(family: str) -> None:
+def test_round_trip(family: str) -> None:
     model = SHAPES[family]
     module = Transformer(model)
     initialize(module, 0, model)
@@ -39,9 +39,9 @@ def test_names_and_layouts_are_those_of_transformers() -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, n_inner=128, n_positions=1024, vocab_size=99)
     with torch.device("meta"):
         reference = transformers.GPT2LMHeadModel(config)
-        made = to_hf(Transformer(GPT).state_dict(), GPT)
+        converted = to_hf(Transformer(GPT).state_dict(), GPT)
     wanted = {name: parameter.shape for name, parameter in reference.named_parameters()}
-    assert {name: tensor.shape for name, tensor in made.items()} == wanted
+    assert {name: tensor.shape for name, tensor in converted.items()} == wanted
 
 
 def test_a_model_of_no_known_family_is_refused() -> None:

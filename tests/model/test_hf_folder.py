@@ -89,11 +89,11 @@ TINY = Model.load("tiny").model_copy(update={"layers": 2, "hidden": 16, "ffn": 2
 
 def theirs(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
     torch.manual_seed(1)
-    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # biases and norms begin as zeros and ones, which would hide a mistake
-        for parameter in made.parameters():
+        for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    return reference
 
 
 def their_logits(model: transformers.PreTrainedModel) -> torch.Tensor:
@@ -117,7 +117,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("shards", ["5GB", "10KB"])
-def test_there_and_back(family: str, shards: str, tmp_path: Path) -> None:
+def test_round_trip(family: str, shards: str, tmp_path: Path) -> None:
     """Theirs -> our folder -> our logits; then ours -> their folder -> their logits."""
     reference = theirs(CONFIGS[family])
     reference.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
@@ -158,7 +158,7 @@ def test_bf16_out(tmp_path: Path) -> None:
     assert {again.tensor(name).dtype for name in again.shapes} == {torch.bfloat16}
 
 
-def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+def test_gpt2_as_published_on_the_hub(tmp_path: Path) -> None:
     """Saved from its body, with names that have no first word, and with the masks that old releases kept."""
     reference = theirs(CONFIGS["gpt2"])
     reference.save_pretrained(tmp_path)
@@ -252,7 +252,7 @@ def other_dtype(state: dict[str, torch.Tensor]) -> None:
 
 UP = "model.layers.1.mlp.up_proj.weight"
 FIRST = "model.embed_tokens.weight"
-# What is done to a good folder (whole: one file, sharded: several), and a part of the sentence that tells.
+# What is done to a good folder (whole: one file, sharded: several), and a part of the error message.
 BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no config": ("llama", lambda f: (f / CONFIG).unlink(), "has no config.json"),
     "config no json": ("llama", lambda f: (f / CONFIG).write_text("{"), "is not JSON"),
@@ -390,7 +390,7 @@ def test_a_broken_folder_is_refused(what: str, good: dict[str, Path], tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["nowhere", "a-file", "x" * 5000, "nul\0"])
-def test_what_is_no_folder_is_refused(path: str, tmp_path: Path) -> None:
+def test_paths_that_are_not_folders_are_refused(path: str, tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("")
     with pytest.raises(SpecError, match=r"is a file|does not exist"):
         HFFolder.open(tmp_path / path)
@@ -403,7 +403,7 @@ def weights(model: Model) -> Callable[[str], torch.Tensor]:
     return state.__getitem__
 
 
-def test_a_used_folder_is_left_alone(tmp_path: Path) -> None:
+def test_a_non_empty_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "file").write_text("mine")
     write(tmp_path / "out", TINY, weights(TINY))  # an empty folder is as good as none
@@ -415,7 +415,7 @@ def test_a_used_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [SpecError("a flipped byte"), KeyboardInterrupt()])
-def test_weights_that_fail_on_the_way_leave_nothing(error: BaseException, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files(error: BaseException, tmp_path: Path) -> None:
     given = weights(TINY)
 
     def failing(name: str) -> torch.Tensor:
@@ -428,20 +428,20 @@ def test_weights_that_fail_on_the_way_leave_nothing(error: BaseException, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_of_another_shape_leave_nothing(tmp_path: Path) -> None:
+def test_weights_of_another_shape_leave_no_files(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"weights of 'embed.tokens.weight' are \[3, 3\] but the model asks for \[40, 16\]"):
         write(tmp_path / "out", TINY, lambda name: torch.zeros(3, 3))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ultrascale.model.hf_folder.free_bytes", lambda place: 1000)
     with pytest.raises(SpecError, match=r"GiB but its disk has 0.00 GiB free"):
         write(tmp_path / "out", TINY, weights(TINY))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_no_family_can_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_of_no_family_is_refused_before_writing(tmp_path: Path) -> None:
     odd = TINY.model_copy(update={"qkv_bias": True, "mlp_bias": True})
     with pytest.raises(SpecError, match=r"model.mlp_bias is true"):
         write(tmp_path / "out", odd, weights(odd))
@@ -458,7 +458,7 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
-def test_the_tokenizer_goes_with_the_weights(tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied_with_the_weights(tmp_path: Path) -> None:
     source = tokenizer_folder(tmp_path / "source")
     write(tmp_path / "out", TINY, weights(TINY), tokenizer=source)
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -469,7 +469,7 @@ def test_the_tokenizer_goes_with_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["nowhere.json", "empty-folder", "text.json", "list.json"])
-def test_what_is_no_tokenizer_is_refused(given: str, tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizer_are_refused(given: str, tmp_path: Path) -> None:
     (tmp_path / "empty-folder").mkdir()
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "list.json").write_text("[1]")

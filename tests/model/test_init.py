@@ -13,26 +13,26 @@ from ultrascale.specs.model import Model
 TINY = Model.load("tiny")
 
 
-def filled(model: Model, seed: int = 0, **parts: object) -> dict[str, torch.Tensor]:
+def initialized(model: Model, seed: int = 0, **parts: object) -> dict[str, torch.Tensor]:
     torch.manual_seed(len(parts))  # the global generator must not matter
     module = Transformer(model, **parts)  # type: ignore[arg-type]
     initialize(module, seed, model)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def test_a_slice_has_the_wholes_weights() -> None:
-    whole, part = filled(TINY), filled(TINY, layers=range(3, 5), embed=False)
+def test_a_stage_has_the_weights_of_the_whole_model() -> None:
+    whole, part = initialized(TINY), initialized(TINY, layers=range(3, 5), embed=False)
     assert all(torch.equal(weight, whole[name]) for name, weight in part.items())
 
 
 def test_seed_and_name_matter() -> None:
-    first, second = filled(TINY, 0), filled(TINY, 1)
+    first, second = initialized(TINY, 0), initialized(TINY, 1)
     assert not torch.equal(first["blocks.0.mlp.down.weight"], second["blocks.0.mlp.down.weight"])
     assert not torch.equal(first["blocks.0.mlp.down.weight"], first["blocks.1.mlp.down.weight"])
 
 
 def test_spread() -> None:
-    weights = filled(TINY)
+    weights = initialized(TINY)
     for name, weight in weights.items():
         if name.endswith("norm.weight"):
             assert (weight == 1).all()
@@ -40,15 +40,15 @@ def test_spread() -> None:
         residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
         expected = 0.02 / math.sqrt(16) if residual else 0.02
         assert abs(weight.std().item() / expected - 1) < 0.1
-    biased = filled(TINY.model_copy(update={"qkv_bias": True}))
+    biased = initialized(TINY.model_copy(update={"qkv_bias": True}))
     assert all((weight == 0).all() for name, weight in biased.items() if name.endswith("bias"))
 
 
-def test_a_tied_head_alone_draws_the_embeddings_weights() -> None:
+def test_a_tied_head_without_embedding_has_the_embeddings_weights() -> None:
     tied = TINY.model_copy(update={"tied_embeddings": True})
-    head = filled(tied, layers=range(7, 8), embed=False)["head.linear.weight"]
-    assert torch.equal(head, filled(tied)["embed.tokens.weight"])
-    assert not torch.equal(filled(TINY)["head.linear.weight"], filled(TINY)["embed.tokens.weight"])
+    head = initialized(tied, layers=range(7, 8), embed=False)["head.linear.weight"]
+    assert torch.equal(head, initialized(tied)["embed.tokens.weight"])
+    assert not torch.equal(initialized(TINY)["head.linear.weight"], initialized(TINY)["embed.tokens.weight"])
 
 
 def test_the_draw_is_pinned() -> None:

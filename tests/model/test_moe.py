@@ -1,4 +1,4 @@
-"""Routers, experts and what a router tells: against the plain formulas, written out token by token."""
+"""Routers, experts and router statistics: against the plain formulas, written out token by token."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def by_hand(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
     for token in x.flatten(0, 1):
         logits = router.weight @ token
         scores = logits.sigmoid() if moe.router == "sigmoid" else logits.softmax(0)
-        chosen = (scores if router.bias is None else scores + router.bias).topk(moe.top_k).indices.tolist()
-        weights = scores[chosen] / scores[chosen].sum() if moe.renormalize else scores[chosen]
+        selected = (scores if router.bias is None else scores + router.bias).topk(moe.top_k).indices.tolist()
+        weights = scores[selected] / scores[selected].sum() if moe.renormalize else scores[selected]
         out = torch.zeros_like(token)
-        for weight, expert in zip(weights, chosen, strict=True):
+        for weight, expert in zip(weights, selected, strict=True):
             gate, up = (experts.get_parameter(name)[expert] @ token for name in ("gate", "up"))
             out = out + weight * (experts.down[expert] @ (torch.nn.functional.silu(gate) * up))
         if mlp.shared is not None:
@@ -110,7 +110,7 @@ def test_a_group_without_rows_gets_no_gradient() -> None:
     assert weight.grad[0].any()
 
 
-def test_where_there_is_no_kernel_it_is_said_why() -> None:
+def test_a_missing_kernel_is_reported_with_a_reason() -> None:
     assert why_not_grouped(torch.bfloat16, 2048, 4096) is None
     assert why_not_grouped(torch.float32, 2048, 4096) == "the grouped kernel multiplies bf16, not float32"
     assert why_not_grouped(torch.bfloat16, 2048, 100) == "the grouped kernel wants widths that are multiples of 8, not 100"
@@ -123,22 +123,22 @@ def balance_of(mlp: MixtureOfExperts, x: Tensor) -> Tensor:
     scores = x @ mlp.router.weight.t()
     scores = scores.sigmoid() if moe.router == "sigmoid" else scores.softmax(-1)
     probabilities = scores / scores.sum(-1, keepdim=True)
-    chosen = torch.nn.functional.one_hot(mlp.router(x).experts, moe.experts).sum(2).double()
-    fractions = chosen.mean(1) / moe.top_k
+    selected = torch.nn.functional.one_hot(mlp.router(x).experts, moe.experts).sum(2).double()
+    fractions = selected.mean(1) / moe.top_k
     return moe.experts * (fractions * probabilities.mean(1)).sum()
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
+def test_the_balance_loss_is_reported_and_has_a_gradient(router: str) -> None:
     mlp, x = layer(router=router), tokens()
     mlp.router.balance_grad = torch.tensor(0.3)
     mlp(x).sum().backward()
     assert mlp.router.weight.grad is not None
     pulled = mlp.router.weight.grad.clone()
-    seen = mlp.router.pop_stats()
+    stats = mlp.router.pop_stats()
     wanted = balance_of(mlp, x)
-    assert seen[-2].item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert seen[:-2].sum() == 3 * 7 * 2
+    assert stats[-2].item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert stats[:-2].sum() == 3 * 7 * 2
     mlp.zero_grad()
     mlp.router.balance_grad = None
     (mlp(x).sum() + 0.3 * wanted).backward()
@@ -146,7 +146,7 @@ def test_the_balance_loss_is_reported_and_pulls(router: str) -> None:
 
 
 def test_even_choices_have_a_balance_loss_of_one() -> None:
-    mlp = layer(top_k=6)  # everybody is chosen
+    mlp = layer(top_k=6)  # every expert is selected
     mlp(tokens()).sum().backward()
     assert mlp.router.pop_stats()[-2].item() == pytest.approx(3.0)  # three sequences
 
@@ -173,16 +173,16 @@ def test_a_full_expert_drops_the_later_tokens() -> None:
     out = mlp(x)
     out.sum().backward()
     assert mlp.router.pop_stats()[-1] == (~routes.kept).sum() > 0
-    gone = ~routes.kept.any(-1)
-    assert gone.any()
-    assert not out[gone].any()
+    dropped = ~routes.kept.any(-1)
+    assert dropped.any()
+    assert not out[dropped].any()
     mlp.router.capacity_factor = 6.0  # room for everybody
     wide = mlp(x)
     mlp.router.capacity_factor = None
     torch.testing.assert_close(wide, mlp(x))
 
 
-def test_a_dropped_choice_moves_no_token() -> None:
+def test_a_dropped_choice_dispatches_no_token() -> None:
     """Rows, sums and both gradients against a loop over what is kept."""
     generator = torch.Generator().manual_seed(2)
     experts = torch.randint(0, 3, (5, 2), generator=generator)
@@ -212,7 +212,7 @@ def test_bf16_tokens_are_scored_in_fp32_without_a_copy_in_fp32() -> None:
 
 
 def test_gradients_of_scores_are_not_rounded_to_bf16() -> None:
-    """(1 + 2⁻⁹) · 1 − 1 · 1: bf16 cannot tell the two factors apart."""
+    """(1 + 2⁻⁹) · 1 − 1 · 1: in bf16 the two factors are equal."""
     x = torch.tensor([[1.0], [-1.0]]).bfloat16()
     weight = torch.ones(1, 1).bfloat16().requires_grad_()
     (gradient,) = torch.autograd.grad(_BF16GemmToFP32.apply(x, weight), weight, torch.tensor([[1 + 2**-9], [1.0]]))  # type: ignore[no-untyped-call]

@@ -109,7 +109,7 @@ def test_published_values_of_v3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"groups": 3}, "model.moe.groups is 3 but must divide experts = 8: try 2 or 4"),
         ({"groups": 2, "top_groups": 3}, "model.moe.top_groups is 3 but there are only groups = 2: try 2"),
@@ -117,7 +117,7 @@ def test_published_values_of_v3() -> None:
         ({"scaling": 0.0}, "model.moe.scaling"),
     ],
 )
-def test_nonsense_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_nonsense_is_refused(fields: dict[str, Any], message: str) -> None:
     moe = {"experts": 8, "top_k": 1, "expert_ffn": 4, **fields}
-    with pytest.raises(SpecError, match=re.escape(said)):
+    with pytest.raises(SpecError, match=re.escape(message)):
         build(Model, {"name": "x", "layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "ffn": 0, "moe": moe}, "model")

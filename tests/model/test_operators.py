@@ -25,12 +25,14 @@ OPERATORS: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[i
 ]
 
 
-@pytest.mark.parametrize(("lean", "plain", "shapes"), OPERATORS)
-def test_values_and_gradients(lean: Callable[..., Tensor], plain: Callable[..., Tensor], shapes: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("operator", "plain", "shapes"), OPERATORS)
+def test_values_and_gradients(
+    operator: Callable[..., Tensor], plain: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(lean, inputs)
-    out, expected = lean(*inputs), plain(*inputs)
+    assert torch.autograd.gradcheck(operator, inputs)
+    out, expected = operator(*inputs), plain(*inputs)
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
     given, wanted = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad)

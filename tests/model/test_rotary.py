@@ -51,7 +51,7 @@ LENGTHS = {"within": 20, "beyond": 75}
 
 
 def theirs(family: str, rope_theta: float = 1e4, **fields: Any) -> tuple[transformers.PreTrainedModel, Model]:
-    """A small model of transformers with every parameter random, and the Model that its own config says."""
+    """A small model of transformers with every parameter random, and the Model of its config."""
     config = transformers.AutoConfig.for_model(family, **{**SHAPE, "rope_theta": rope_theta, **fields}, bos_token_id=0)
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -96,7 +96,7 @@ def test_each_scaling_computes_what_transformers_does(family: str, case: str, le
 
 
 @pytest.mark.parametrize("case", SCALINGS)
-def test_a_scaling_changes_something(case: str) -> None:
+def test_every_scaling_changes_the_angles(case: str) -> None:
     """Otherwise the comparison above would hold for a scaling that is ignored."""
     _, model = theirs("llama", rope_scaling=dict(SCALINGS[case]))
     plain = model.model_copy(update={"rope_scaling": None})
@@ -105,7 +105,7 @@ def test_a_scaling_changes_something(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SCALINGS)
-def test_what_is_written_is_read_by_both(case: str) -> None:
+def test_written_scalings_are_read_by_both(case: str) -> None:
     """Model -> config.json -> transformers' tables; and -> Model again."""
     _, model = theirs("qwen2", rope_scaling=dict(SCALINGS[case]))
     written = config_of(model, "fp32")

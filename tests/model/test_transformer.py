@@ -91,7 +91,7 @@ def tokens_of(model: Model, length: int = 40, batch: int = 2) -> Tensor:
     return torch.randint(0, model.vocab, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def filled(model: Model, **parts: Any) -> Transformer:
+def initialized(model: Model, **parts: Any) -> Transformer:
     module = Transformer(model, **parts)
     initialize(module, 0, model)
     return module
@@ -159,16 +159,16 @@ def test_parameter_names() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_slices_compose_to_the_whole(name: str) -> None:
+def test_stages_compose_to_the_whole_model(name: str) -> None:
     model = VARIANTS[name]
     tokens, positions = tokens_of(model, 12), torch.arange(12)
-    first = filled(model, layers=range(1), head=False)
-    middle = filled(model, layers=range(1, 2), embed=False, head=False)
-    last = filled(model, layers=range(2, 2), embed=False)
+    first = initialized(model, layers=range(1), head=False)
+    middle = initialized(model, layers=range(1, 2), embed=False, head=False)
+    last = initialized(model, layers=range(2, 2), embed=False)
     assert list(middle.blocks) == ["1"]
     assert not last.blocks
     hidden = middle(first(tokens, positions), positions)
-    whole = filled(model)
+    whole = initialized(model)
     assert torch.equal(last(hidden, positions), whole(tokens, positions))
     assert torch.equal(last(hidden, positions, tokens), whole(tokens, positions, tokens))
 
@@ -192,7 +192,7 @@ def test_the_loss_is_a_sum_over_targets_that_count() -> None:
     assert CrossEntropy()(logits.bfloat16(), targets).dtype == torch.float32
 
 
-def test_a_window_hides_what_lies_further_back() -> None:
+def test_a_sliding_window_masks_older_tokens() -> None:
     q, k, v = (torch.randn(1, 9, heads, 8) for heads in (4, 2, 2))
     out = CausalAttention(3)(q, k, v)
     changed = k.clone()
@@ -205,7 +205,7 @@ def test_a_window_hides_what_lies_further_back() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_checkpointing_changes_no_gradient(name: str) -> None:
     model = VARIANTS[name]
-    module, tokens = filled(model), tokens_of(model, 12)
+    module, tokens = initialized(model), tokens_of(model, 12)
     module(tokens, torch.arange(12), tokens).backward()
     wanted = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
@@ -220,7 +220,7 @@ def test_checkpointing_changes_no_gradient(name: str) -> None:
 
 def test_half_precision_keeps_its_dtype() -> None:
     for name in ("plain", "gpt"):
-        module = filled(VARIANTS[name]).bfloat16()
+        module = initialized(VARIANTS[name]).bfloat16()
         logits = module(tokens_of(VARIANTS[name], 4, 1), torch.arange(4))
         assert logits.dtype == torch.bfloat16
         logits.sum().backward()
@@ -263,7 +263,7 @@ def saved_bytes(model: Model, length: int, batch: int = 1) -> int:
 @pytest.mark.parametrize(
     "change", [{}, {"activation": "geglu"}, {"activation": "geglu_exact"}, {"norm": "layernorm", "activation": "gelu"}]
 )
-def test_a_block_keeps_what_the_memory_law_counts(change: dict[str, Any]) -> None:
+def test_a_block_saves_what_the_memory_model_counts(change: dict[str, Any]) -> None:
     model, length = Model.load("tiny").model_copy(update=change), 256
     job = Job(model=model, cluster=Cluster.load("1xh100"), seq=length, batch_tokens=length, precision="fp32")
     law = activations.layer(job, LayoutColumns.of([Layout()]), moe=False).total[0]

@@ -96,7 +96,7 @@ def training_of(**fields: Any) -> Training:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradientShard:
     """One rank's part of one gradient of the first step."""
 
     shard: Shard
@@ -119,12 +119,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankResult:
     """What one rank saw of a few steps."""
 
     losses: list[float]
     norms: list[float]
-    pieces: list[Piece]
+    pieces: list[GradientShard]
     ran: list[Action]
 
 
@@ -152,38 +152,38 @@ def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0) -> En
     return build_engine(job, mesh, training, batches)
 
 
-def train(engine: Engine, evaluate: bool = False) -> Seen:
+def train(engine: Engine, evaluate: bool = False) -> RankResult:
     """All steps of the training; the gradients of the first, before anything scales or clips them.
 
     With `evaluate`, held-out text is evaluated before every step but the first: the steps must not change by it.
     """
-    losses, norms, pieces = [], [], list[Piece]()
+    losses, norms, pieces = [], [], list[GradientShard]()
     for number in range(engine.training.steps):
         if evaluate and number:
             engine.evaluate(1)
         loss = engine.backward(engine.read(number))
         if number == 0:
-            pieces = [_piece(weight) for weight in engine.weights]
+            pieces = [_gradient_shard(weight) for weight in engine.weights]
         result = engine.update(number, loss)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    return Seen(losses, norms, pieces, engine.pipeline.ran)
+    return RankResult(losses, norms, pieces, engine.pipeline.ran)
 
 
-def _piece(weight: Weight) -> Piece:
+def _gradient_shard(weight: Weight) -> GradientShard:
     pieces = weight.shard.pieces
     chunk = None if pieces is None else (pieces.rank, pieces.size)
-    return Piece(replace(weight.shard, partial=None, pieces=None, copies=None), chunk, weight.gradient.clone())
+    return GradientShard(replace(weight.shard, partial=None, pieces=None, copies=None), chunk, weight.gradient.clone())
 
 
 @cache
-def one_process(job: Job, batch: int, training: Training) -> Seen:
+def one_process(job: Job, batch: int, training: Training) -> RankResult:
     """The whole batch in one forward, on one rank, with nothing cut."""
     return train(engine_of(job, Layout(mbs=batch), training))
 
 
-def whole_gradients(job: Job, seen: Seen) -> Mapping[str, torch.Tensor]:
-    found = {piece.shard.name: piece.gradient for piece in seen.pieces}
+def whole_gradients(job: Job, result: RankResult) -> Mapping[str, torch.Tensor]:
+    found = {piece.shard.name: piece.gradient for piece in result.pieces}
     if job.model.tied_embeddings:
         found["head.linear.weight"] = found["embed.tokens.weight"]  # a stage with the head alone has a copy
     return found
@@ -191,11 +191,11 @@ def whole_gradients(job: Job, seen: Seen) -> Mapping[str, torch.Tensor]:
 
 def check(
     model: str | Model, training: Training | None = None, close: float = CLOSE, evaluate: bool = False, **fields: Any
-) -> list[Seen]:
+) -> list[RankResult]:
     """Trains under the layout of `fields` and asserts that every rank agrees with one process."""
     job, training, layout = job_of(model), training or training_of(), Layout(**{"gas": 4, **fields})
     assert supported.layout_problem(_as_cut(job, layout), layout, training) is None
-    ranks: list[Seen] = in_ranks(train, job, layout, training, evaluate)
+    ranks: list[RankResult] = in_ranks(train, job, layout, training, evaluate)
     assert_same(ranks, one_process(job, layout.dp * layout.mbs * layout.gas, Training(**plain(training))), job, close)
     return ranks
 
@@ -209,15 +209,15 @@ _BETWEEN_RANKS = ("bucket_mb", "compress", "reduce_every_microbatch", "expert_ov
 
 
 def plain(training: Training) -> dict[str, Any]:
-    """The training of one process: nothing that only concerns how ranks exchange."""
+    """The training of one process: without settings of communication between ranks."""
     given = training.model_dump()
     return {name: value for name, value in given.items() if name not in _BETWEEN_RANKS}
 
 
-def assert_same(ranks: list[Seen], reference: Seen, job: Job, close: float = CLOSE) -> None:
-    for rank, seen in enumerate(ranks):
-        assert relative(seen.losses, reference.losses) < close, (rank, seen.losses, reference.losses)
-        assert relative(seen.norms, reference.norms) < 10 * close, (rank, seen.norms, reference.norms)
+def assert_same(ranks: list[RankResult], reference: RankResult, job: Job, close: float = CLOSE) -> None:
+    for rank, result in enumerate(ranks):
+        assert relative(result.losses, reference.losses) < close, (rank, result.losses, reference.losses)
+        assert relative(result.norms, reference.norms) < 10 * close, (rank, result.norms, reference.norms)
     errors = gradient_errors(ranks, reference, job)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] < close, {name: error for name, error in errors.items() if error >= close}
@@ -227,13 +227,13 @@ def relative(found: list[float], wanted: list[float]) -> float:
     return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
 
 
-def gradient_errors(ranks: list[Seen], reference: Seen, job: Job) -> dict[str, float]:
+def gradient_errors(ranks: list[RankResult], reference: RankResult, job: Job) -> dict[str, float]:
     """Per parameter, the largest difference over the largest element; asserts that the ranks' pieces make up the whole."""
     wholes = whole_gradients(job, reference)
     floor = NOISE * max(float(whole.abs().max()) for whole in wholes.values())
     missing = {name: torch.ones(whole.shape, dtype=torch.bool) for name, whole in wholes.items()}
     errors = dict.fromkeys(wholes, 0.0)
-    for piece in (piece for seen in ranks for piece in seen.pieces):
+    for piece in (piece for result in ranks for piece in result.pieces):
         name, wanted = piece.shard.name, piece.of(wholes[piece.shard.name])
         assert piece.gradient.shape == wanted.shape, (name, piece.gradient.shape, wanted.shape)
         piece.of(missing[name]).fill_(False)

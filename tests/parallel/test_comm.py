@@ -39,17 +39,17 @@ def values(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_collectives_are_what_they_say(dtype: torch.dtype) -> None:
-    for rank, seen in enumerate(in_ranks(_collectives, dtype)):
-        everybody = [values(other, dtype) for other in range(SIZE)]
-        total = torch.stack(everybody).sum(0)
-        assert torch.equal(seen["sum"], total)
-        assert torch.equal(seen["max"], everybody[-1])
-        assert torch.equal(seen["gather"], torch.cat(everybody, 1))
-        assert torch.equal(seen["gather_last"], torch.cat(everybody, -1))
-        assert torch.equal(seen["scatter"], total[:, 2 * rank : 2 * rank + 2])
-        assert torch.equal(seen["switch"], torch.cat([one[:, 2 * rank : 2 * rank + 2] for one in everybody], 2))
-        assert torch.equal(seen["shift"], everybody[rank - 1])
+def test_collectives_compute_their_results(dtype: torch.dtype) -> None:
+    for rank, result in enumerate(in_ranks(_collectives, dtype)):
+        inputs = [values(other, dtype) for other in range(SIZE)]
+        total = torch.stack(inputs).sum(0)
+        assert torch.equal(result["sum"], total)
+        assert torch.equal(result["max"], inputs[-1])
+        assert torch.equal(result["gather"], torch.cat(inputs, 1))
+        assert torch.equal(result["gather_last"], torch.cat(inputs, -1))
+        assert torch.equal(result["scatter"], total[:, 2 * rank : 2 * rank + 2])
+        assert torch.equal(result["switch"], torch.cat([one[:, 2 * rank : 2 * rank + 2] for one in inputs], 2))
+        assert torch.equal(result["shift"], inputs[rank - 1])
 
 
 def _collectives(axis: Axis, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -111,17 +111,17 @@ def _late(axis: Axis) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_pass_through_the_transposed_exchange(dtype: torch.dtype) -> None:
+def test_gradients_pass_through_the_transposed_collective(dtype: torch.dtype) -> None:
     """Each rank's loss is <f(x), w>; the expected gradients are the transposes written out."""
     weights = [values(rank, dtype) for rank in range(SIZE)]
     total = torch.stack(weights).sum(0)
-    for rank, seen in enumerate(in_ranks(_gradients, dtype)):
+    for rank, result in enumerate(in_ranks(_gradients, dtype)):
         rows = slice(2 * rank, 2 * rank + 2)
-        assert torch.equal(seen["copy_to"], total)
-        assert torch.equal(seen["reduce_from"], weights[rank])
-        assert torch.equal(seen["gather_from"], total[:, rows])
-        assert torch.equal(seen["scatter_to"], torch.cat(weights, 1))
-        assert torch.equal(seen["switch"], torch.cat([one[:, rows] for one in weights], 2))
+        assert torch.equal(result["copy_to"], total)
+        assert torch.equal(result["reduce_from"], weights[rank])
+        assert torch.equal(result["gather_from"], total[:, rows])
+        assert torch.equal(result["scatter_to"], torch.cat(weights, 1))
+        assert torch.equal(result["switch"], torch.cat([one[:, rows] for one in weights], 2))
 
 
 def _gradients(axis: Axis, dtype: torch.dtype) -> dict[str, Tensor | None]:

@@ -53,10 +53,10 @@ def reference(case: Case) -> list[Tensor]:
         x.requires_grad_()
     keys, values = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * case.dim**-0.5
-    seen = torch.ones(case.seq, case.seq, dtype=torch.bool).tril()
+    mask = torch.ones(case.seq, case.seq, dtype=torch.bool).tril()
     if case.window is not None:
-        seen = seen.triu(1 - case.window)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+        mask = mask.triu(1 - case.window)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), values)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
@@ -91,9 +91,9 @@ def check(size: int, cases: list[tuple[ContextParallel, Case]], tolerance: float
     results = local.run(ranks_of, size, cases, timeout_s=120)
     for index, (variant, case) in enumerate(cases):
         found = joined([rank[index] for rank in results], variant, case.seq)
-        for name, seen, wanted in zip(("out", "dq", "dk", "dv"), found, reference(case), strict=True):
-            assert seen.dtype == case.dtype
-            error = (seen - wanted).abs().max() / wanted.abs().max()
+        for name, actual, wanted in zip(("out", "dq", "dk", "dv"), found, reference(case), strict=True):
+            assert actual.dtype == case.dtype
+            error = (actual - wanted).abs().max() / wanted.abs().max()
             assert error <= tolerance, f"{variant} over {size} ranks, {case}: {name} is off by {error:.1e}"
 
 
@@ -111,9 +111,9 @@ def test_equals_one_process(size: int, dtype: torch.dtype, tolerance: float) -> 
     # One long enough for several tiles of the kernel, and one with a slice per rank of a few tokens.
     cases = [Case(heads, kv, seq, dtype=dtype) for heads, kv in shapes for seq in (size * 50, size * 6)]
     cases.append(Case(12, 4, size * 2, dim=5, batch=1, dtype=dtype))
-    chosen = [(variant, case) for variant in VARIANTS for case in cases if legal(size, variant, case)]
-    assert {variant for variant, _ in chosen} == set(VARIANTS)
-    check(size, chosen, tolerance)
+    selected = [(variant, case) for variant in VARIANTS for case in cases if legal(size, variant, case)]
+    assert {variant for variant, _ in selected} == set(VARIANTS)
+    check(size, selected, tolerance)
 
 
 def test_slices_of_one_token() -> None:
@@ -137,8 +137,8 @@ def test_the_others_refuse_a_sliding_window(variant: ContextParallel) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_rank_is_plain_attention(variant: ContextParallel) -> None:
     case = Case(4, 2, seq=6)
-    for seen, wanted in zip(sliced(ALONE, variant, case), reference(case), strict=True):
-        torch.testing.assert_close(seen, wanted)
+    for actual, wanted in zip(sliced(ALONE, variant, case), reference(case), strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 def test_positions_of_three_ranks() -> None:
@@ -148,13 +148,13 @@ def test_positions_of_three_ranks() -> None:
     assert positions(4, ALONE, "zigzag").tolist() == [0, 1, 2, 3]
 
 
-def test_zigzag_gives_every_rank_the_same_work() -> None:
+def test_zigzag_balances_work_over_ranks() -> None:
     """Scores per rank in squares of a rank's tokens, of which a causal block is half of one: 2 on average over 4 ranks."""
-    assert local.run(counted, 4, "zigzag", timeout_s=60) == [2.0] * 4
-    assert local.run(counted, 4, "ring", timeout_s=60) == [0.5, 1.5, 2.5, 3.5]
+    assert local.run(mean_visible_keys, 4, "zigzag", timeout_s=60) == [2.0] * 4
+    assert local.run(mean_visible_keys, 4, "ring", timeout_s=60) == [0.5, 1.5, 2.5, 3.5]
 
 
-def counted(rank: int, nproc: int, store: str, variant: ContextParallel) -> float:
+def mean_visible_keys(rank: int, nproc: int, store: str, variant: ContextParallel) -> float:
     scores: list[float] = []
 
     def counting(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def counted(rank: int, nproc: int, store: str, variant: ContextParallel) -> floa
 
 
 def test_the_ring_sends_before_it_computes() -> None:
-    """Forward over 3 ranks: each hop is under way while the block that is there is read."""
+    """Forward over 3 ranks: each hop is in flight while the present block is computed."""
     for events in local.run(traced, 3, timeout_s=60):
         assert events == ["send", "attend", "send", "attend", "attend"]
 
@@ -221,7 +221,7 @@ MODEL = Model(name="tiny", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, voc
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_model_learns_the_same(variant: ContextParallel) -> None:
+def test_loss_and_gradients_equal_one_process(variant: ContextParallel) -> None:
     """Summed loss and every gradient, added up over the ranks."""
     alone = learned(ALONE, variant)
     ranks = local.run(learned_in_ranks, 2, variant, timeout_s=60)
@@ -271,7 +271,7 @@ def learned(axis: Axis, variant: ContextParallel, spec: Model = MODEL) -> dict[s
     return {"loss": loss.detach()} | {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-def test_apply_replaces_every_core_or_none() -> None:
+def test_apply_replaces_every_attention_core_or_none() -> None:
     two = Axis("cp", None, 0, 2, (0, 1))
     model = Transformer(MODEL)
     context.apply(model, ALONE, "ring")

@@ -1,4 +1,4 @@
-"""Data parallelism without ZeRO: every variant against one process, when and how often it reduces, what travels."""
+"""Data parallelism without ZeRO: every variant against one process, when and how often it reduces, what is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_against_one_process(variant: str, every: bool) -> None:
     [("1f1b", False), ("afab", True), *(pytest.param(*one, marks=slow) for one in (("1f1b", True), ("afab", False)))],
 )
 def test_torch_ddp_in_a_pipeline(schedule: str, every: bool) -> None:
-    """Its forwards run ahead of its backwards, which DDP was not made for."""
+    """Its forwards run ahead of its backwards, which DDP does not support."""
     training = training_of(bucket_mb=0.001, reduce_every_microbatch=every)
     check("gpt2", training, dp=2, pp=2, gas=3, schedule=schedule, data_parallel="ddp")
 
@@ -49,7 +49,7 @@ def test_with_context_parallelism(variant: str) -> None:
     check("qwen3", dp=2, cp=2, gas=2, data_parallel=variant)
 
 
-def _recorded(engine: Engine) -> list[str]:
+def _events(engine: Engine) -> list[str]:
     """Reductions and ends of backwards of one step, in order."""
     events: list[str] = []
     reduce, after = data.mean_start, data.BucketedGrads.after_backward
@@ -68,7 +68,7 @@ def _recorded(engine: Engine) -> list[str]:
     return events
 
 
-PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven products and two norms a layer
+PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven matmuls and two norms a layer
 
 
 @pytest.mark.parametrize(
@@ -83,25 +83,25 @@ PARAMETERS = 3 + 4 * 9  # of llama: two ends and a norm; seven products and two 
         ("bucketed", 0.02, True, 3 * (["reduce"] * 8 + ["end"])),
     ],
 )
-def test_when_gradients_meet(variant: str, bucket_mb: float, every: bool, wanted: list[str]) -> None:
-    """Hooks and buckets are under way before their backward ends; the naive way waits for the end."""
+def test_when_gradients_are_reduced(variant: str, bucket_mb: float, every: bool, wanted: list[str]) -> None:
+    """Hooks and buckets reduce before their backward ends; naive data parallelism reduces at the end."""
     layout = Layout(dp=2, gas=3, data_parallel=variant)
     training = training_of(bucket_mb=bucket_mb, reduce_every_microbatch=every)
-    for seen in in_ranks(_recorded, job_of("llama"), layout, training):
-        assert seen == wanted
+    for events in in_ranks(_events, job_of("llama"), layout, training):
+        assert events == wanted
 
 
 def _order(engine: Engine) -> list[int]:
     """For each reduction, how many of the parameters had no gradient yet when it began."""
-    made, left = 0, list[int]()
+    accumulated, left = 0, list[int]()
     total, start = len(engine.weights), data.mean_start
 
     def count(_: Any) -> None:
-        nonlocal made
-        made += 1
+        nonlocal accumulated
+        accumulated += 1
 
     def started(*arguments: Any) -> Any:
-        left.append(total - made)
+        left.append(total - accumulated)
         return start(*arguments)
 
     for weight in engine.weights:
@@ -111,7 +111,7 @@ def _order(engine: Engine) -> list[int]:
     return left
 
 
-def test_buckets_fill_one_after_the_other() -> None:
+def test_buckets_fill_in_order() -> None:
     """The first starts while most gradients are still to come, and none waits for a parameter of a much later layer."""
     training = training_of(bucket_mb=0.02)
     for left in in_ranks(_order, job_of("llama"), Layout(dp=2), training):
@@ -141,15 +141,15 @@ def _watched(function: Callable[..., Any], axis: Axis, sent: Counter[torch.dtype
     ("compress", "dtype", "each", "bound"), [("bf16", torch.bfloat16, 2, 2.0**-7), ("int8", torch.int8, 1.5, 4 / 127)]
 )
 def test_compressed_gradients(variant: str, compress: str, dtype: torch.dtype, each: float, bound: float) -> None:
-    """Near one process's and the same on all ranks, to the bit; and the small format is really what travels."""
+    """Near one process's and the same on all ranks, to the bit; and the small format is really what is sent."""
     job, layout, training = job_of("llama"), Layout(dp=2, gas=2, data_parallel=variant), training_of(compress=compress, steps=2)
     found = in_ranks(_compressed, job, layout, training)
-    ranks = [seen for seen, _ in found]
+    ranks = [result for result, _ in found]
     reference = one_process(job, 4, training_of(steps=2))
     if variant == "hooks" or compress == "bf16":
         assert max(gradient_errors(ranks, reference, job).values()) < bound
     # In a bucket, small gradients share the int8 scale of a block with large ones at its edge: the whole is near all the same.
-    found_whole, whole = (torch.cat([piece.gradient.flatten() for piece in seen.pieces]) for seen in (ranks[0], reference))
+    found_whole, whole = (torch.cat([piece.gradient.flatten() for piece in result.pieces]) for result in (ranks[0], reference))
     assert float((found_whole - whole).norm()) < bound / 2 * float(whole.norm())
     assert relative(ranks[0].losses, reference.losses) < 1e-2
     assert ranks[0].losses == ranks[1].losses
@@ -175,16 +175,16 @@ def _values(rank: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [1, 7, 1000])
-def test_the_mean_of_three_ranks_in_eight_bits(length: int) -> None:
+def test_int8_mean_of_three_ranks(length: int) -> None:
     """Each number is rounded to 1/254 of its slice's largest when it leaves, and once more when the mean comes back."""
-    everybody = torch.stack([_values(rank, length) for rank in range(3)])
+    inputs = torch.stack([_values(rank, length) for rank in range(3)])
     results = local.run(_mean, 3, "int8", length, timeout_s=60)
-    bound = (everybody.abs().amax(dim=1).mean() + everybody.mean(0).abs().max() * (1 + 1 / 127)) / 254
+    bound = (inputs.abs().amax(dim=1).mean() + inputs.mean(0).abs().max() * (1 + 1 / 127)) / 254
     assert all(torch.equal(result, results[0]) for result in results)
-    assert float((results[0] - everybody.mean(0)).abs().max()) <= float(bound) * (1 + 1e-5)
+    assert float((results[0] - inputs.mean(0)).abs().max()) <= float(bound) * (1 + 1e-5)
 
 
-def _apart(rank: int, nproc: int, store: str) -> torch.Tensor:
+def _int8_mean(rank: int, nproc: int, store: str) -> torch.Tensor:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     axis = Axis("dp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     values = torch.cat([torch.ones(2048), torch.full((2048,), 1e-4)])
@@ -193,12 +193,12 @@ def _apart(rank: int, nproc: int, store: str) -> torch.Tensor:
     return result
 
 
-def test_small_gradients_survive_beside_large_ones_in_eight_bits() -> None:
-    for result in local.run(_apart, 2, timeout_s=60):
+def test_int8_keeps_small_gradients_among_large_ones() -> None:
+    for result in local.run(_int8_mean, 2, timeout_s=60):
         torch.testing.assert_close(result[2048:], torch.full((2048,), 1e-4), rtol=1e-2, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_survives_eight_bits() -> None:
+def test_int8_keeps_non_finite_gradients() -> None:
     codes, scales = data._quantize(torch.tensor([[1.0, float("nan")], [1.0, float("inf")], [0.0, 0.0]]))
     back = codes.float() * scales
     assert not bool(torch.isfinite(back[:2]).any())
@@ -215,13 +215,13 @@ def _stale(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize("fields", [{"gas": 3}, {"dp": 2, "gas": 2}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}], ids=str)
-def test_the_first_micro_batch_is_written_over_the_last_step(fields: dict[str, Any]) -> None:
+def test_the_first_micro_batch_overwrites_old_gradients(fields: dict[str, Any]) -> None:
     job, layout = job_of("tied" if "pp" not in fields else "llama"), Layout(**fields)
     ranks = in_ranks(_stale, job, layout, training_of())
     assert_same(ranks, one_process(job, layout.dp * layout.gas, training_of()), job)
 
 
-def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
+def test_an_unused_parameter_has_a_zero_gradient() -> None:
     used, unused = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
     gradients = data.BucketedGrads(torch.nn.ModuleList([used, unused]), ALONE, "bucketed", torch.float32)
     for step in range(2):
@@ -238,8 +238,8 @@ def test_a_parameter_that_nothing_reached_has_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
-def test_gradients_as_made_fused_blocks_and_a_chunked_loss(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one GPU does with one micro-batch, on a CPU: several steps, so that a gradient left over would be seen."""
+def test_uncopied_gradients_with_fused_blocks_and_chunked_loss(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one GPU does with one micro-batch, on a CPU: several steps, so that a stale gradient would be detected."""
     job, layout = job_of(family), Layout(mbs=2)
     reference = one_process(job, 2, training_of())
     monkeypatch.setattr(selection, "choose", lambda *_: Kernels(single_microbatch=True, loss=True, fused=True))
@@ -258,9 +258,7 @@ def test_gradients_as_made_fused_blocks_and_a_chunked_loss(family: str, monkeypa
     ],
     ids=str,
 )
-def test_fused_blocks_and_a_chunked_loss_give_their_gradients_through_the_usual_hooks(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_blocks_and_chunked_loss_run_gradient_hooks(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     job, layout = job_of("tied"), Layout(**fields)
     reference = one_process(job, layout.dp * layout.gas, training_of())
     monkeypatch.setattr(selection, "choose", lambda *_: Kernels(loss=True, fused=True))

@@ -1,4 +1,4 @@
-"""Attention within documents under every kind of cut, held to one process."""
+"""Attention within documents under every kind of parallelism against one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_window_and_documents_together_under_pipelines(training: Training) -> 
     check("window", training, pp=2, gas=4)
 
 
-def test_the_mask_changes_what_is_learned_and_micro_batches_have_their_own(training: Training) -> None:
+def test_the_mask_changes_the_loss_and_is_per_micro_batch(training: Training) -> None:
     job = job_of("llama")
     masked = one_process(job, 4, training)
     assert masked.losses != one_process(job, 4, training.changed(document_mask=False)).losses
@@ -61,7 +61,7 @@ def test_evaluation_has_its_documents_too(training: Training) -> None:
     assert engine.evaluate(1) != other.evaluate(1)
 
 
-def test_a_cut_of_the_sequence_is_refused(training: Training) -> None:
+def test_sequence_sharding_is_refused(training: Training) -> None:
     job = job_of("llama").changed(batch_tokens=4 * SEQ)
     sentence = supported.layout_problem(_of_two(job), Layout(cp=2, gas=4), training)
     assert sentence is not None

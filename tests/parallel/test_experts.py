@@ -1,4 +1,4 @@
-"""Models with experts under every technique against one process: losses, gradients, and what the routers tell."""
+"""Models with experts under every technique against one process: losses, gradients, and router statistics."""
 
 from __future__ import annotations
 
@@ -150,19 +150,21 @@ BEHIND: list[Any] = [
 @pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("overlap", ["gradients", "rows"])
 @pytest.mark.parametrize(("family", "fields"), BEHIND, ids=str)
-def test_what_experts_compute_while_rows_travel_changes_nothing(family: str, fields: dict[str, Any], overlap: str) -> None:
+def test_overlapping_experts_with_dispatch_changes_no_result(family: str, fields: dict[str, Any], overlap: str) -> None:
     check(family, BALANCED.changed(expert_overlap=overlap), **fields)
 
 
 @pytest.mark.parametrize("overlap", ["gradients", "rows"])
-def test_nor_where_tokens_are_dropped(overlap: str) -> None:
+def test_overlapping_changes_no_result_with_dropped_tokens(overlap: str) -> None:
     check("experts", training_of(capacity_factor=1.0, expert_overlap=overlap), dp=4, ep=4, gas=1)
 
 
-def test_late_gradients_are_the_same_numbers() -> None:
-    """Made later, of the same rows in the same order."""
+def test_deferred_weight_gradients_are_bitwise_equal() -> None:
+    """Computed later, from the same rows in the same order."""
     layout = Layout(dp=2, ep=2, gas=2)
-    none, late = (in_ranks(train, job_of("deepseek"), layout, training_of(expert_overlap=way)) for way in ("none", "gradients"))
+    none, late = (
+        in_ranks(train, job_of("deepseek"), layout, training_of(expert_overlap=overlap)) for overlap in ("none", "gradients")
+    )
     for one, other in zip(none, late, strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(one.pieces, other.pieces, strict=True))
@@ -179,22 +181,24 @@ def exchanged(engine: Engine) -> dict[Any, Any]:
 
 
 @pytest.mark.slow
-def test_as_much_is_exchanged_whatever_is_computed_meanwhile() -> None:
+def test_overlap_does_not_change_the_communicated_bytes() -> None:
     """Rows that stay go along, and matrices are gathered for both parts at once."""
     layout = Layout(dp=4, ep=2, zero=3, gas=2)
-    ways = [in_ranks(exchanged, job_of("qwen2-moe"), layout, training_of(expert_overlap=way)) for way in DISPATCHERS]
-    assert ways[0][0]
-    assert ways[0] == ways[1] == ways[2]
+    exchanged_bytes = [
+        in_ranks(exchanged, job_of("qwen2-moe"), layout, training_of(expert_overlap=overlap)) for overlap in DISPATCHERS
+    ]
+    assert exchanged_bytes[0][0]
+    assert exchanged_bytes[0] == exchanged_bytes[1] == exchanged_bytes[2]
 
 
 def loads(engine: Engine) -> list[Any]:
     """Of three steps: tokens of every expert, balance loss and dropped tokens; and the biases at the end."""
-    seen = []
+    stats = []
     for number in range(3):
         found = engine.step(number).loads
         assert found is not None
-        seen.append((found.tokens.tolist(), round(found.balance_loss, 5), found.dropped))
-    return seen
+        stats.append((found.tokens.tolist(), round(found.balance_loss, 5), found.dropped))
+    return stats
 
 
 @pytest.mark.quick_cases(every=3)
@@ -209,7 +213,7 @@ def loads(engine: Engine) -> list[Any]:
     ],
     ids=str,
 )
-def test_what_routers_tell_does_not_depend_on_the_layout(layout: Layout) -> None:
+def test_router_statistics_do_not_depend_on_the_layout(layout: Layout) -> None:
     job = job_of("deepseek")
     alone = in_ranks(loads, job, Layout(mbs=4), BALANCED)[0]
     assert sum(alone[0][0][0]) == 4 * job.seq * 2  # every token chooses two
@@ -240,7 +244,7 @@ def biases(engine: Engine) -> dict[str, list[float]]:
     return found
 
 
-def test_biases_follow_the_loads_and_nothing_else() -> None:
+def test_biases_depend_only_on_loads() -> None:
     (found,) = in_ranks(biases, job_of("deepseek"), Layout(mbs=4), BALANCED)
     assert len(found) == 3
     still = in_ranks(biases_after_nothing, job_of("deepseek"), Layout(mbs=4), BALANCED.changed(router_bias_rate=0.0))[0]
@@ -252,7 +256,7 @@ def biases_after_nothing(engine: Engine) -> list[list[float]]:
     return [weight.master.tolist() for weight in engine.weights if weight.shard.name.endswith("router.bias")]
 
 
-def test_a_strong_pull_evens_the_experts_out() -> None:
+def test_a_large_balance_loss_balances_the_experts() -> None:
     """What the balance loss is for."""
     ended = {}
     for weight in (0.0, 10.0):
@@ -268,7 +272,7 @@ def last_balance(engine: Engine) -> float:
     return found.balance_loss
 
 
-def test_the_loss_is_that_of_the_tokens_alone() -> None:
+def test_the_reported_loss_excludes_the_balance_loss() -> None:
     """With and without a balance loss the first step reports the same."""
     plain, pulled = (one_process(job_of("experts"), 4, training_of(balance_loss=weight)) for weight in (0.0, 1.0))
     assert plain.losses[0] == pulled.losses[0]
@@ -276,20 +280,20 @@ def test_the_loss_is_that_of_the_tokens_alone() -> None:
 
 
 def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], list[float]]:
-    """Rank r sends r + i rows of the number 10 r + i to rank i, but `own` to itself; and lets gradients go home."""
+    """Rank r sends r + i rows of the number 10 r + i to rank i, but `own` to itself; and combines the gradients."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     counts = torch.tensor([own if there == rank else rank + there for there in range(nproc)])
     values = torch.tensor([10.0 * rank + there for there in range(nproc)]).repeat_interleave(counts)
     rows = values.unsqueeze(1).requires_grad_()
     visit = (LocalTokensFirst if own else TokenDispatcher)(axis, rows, counts)
-    arrived: list[torch.Tensor] = []
+    received: list[torch.Tensor] = []
 
     def experts(coming: torch.Tensor, counts: Any = None, receive: Any = None, local_rows: Any = None) -> Any:
         found = [coming] if receive is None else [local_rows[0], receive(coming)[0]]
-        arrived.extend(found)
-        made = [rows * (rank + 1) for rows in found]
-        return made[0] if receive is None else made
+        received.extend(found)
+        outputs = [rows * (rank + 1) for rows in found]
+        return outputs[0] if receive is None else outputs
 
     visit.run_experts(experts)  # type: ignore[arg-type]
     back = visit.combine()
@@ -297,17 +301,17 @@ def rows_of(rank: int, nproc: int, store: str, own: int) -> tuple[list[float], l
     assert rows.grad is not None
     dist.destroy_process_group()
     assert torch.equal(back.detach().flatten(), values * (1 + values % 10))
-    return sorted(set(torch.cat(arrived).flatten().tolist())), rows.grad.flatten().tolist()
+    return sorted(set(torch.cat(received).flatten().tolist())), rows.grad.flatten().tolist()
 
 
-def test_uneven_rows_travel_there_and_back() -> None:
+def test_uneven_rows_are_dispatched_and_combined() -> None:
     found = local.run(rows_of, 3, 0, timeout_s=60)
     assert [numbers for numbers, _ in found] == [[10, 20], [1, 21], [2, 12]]
     # The gradient of a row is twice the factor of the rank that it visited.
     assert [gradient for _, gradient in found] == [[4, 6, 6], [2, 6, 6, 6], [2, 2, 4, 4, 4]]
 
 
-def test_rows_that_stay_take_their_places_among_those_that_come_home() -> None:
+def test_local_rows_are_merged_with_received_rows() -> None:
     found = local.run(rows_of, 3, 2, timeout_s=60)
     assert [numbers for numbers, _ in found] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
     assert [gradient for _, gradient in found] == [[2, 2, 4, 6, 6], [2, 4, 4, 6, 6, 6], [2, 2, 4, 4, 4, 6, 6]]
@@ -319,16 +323,16 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
     axis = Axis("ep", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     heard: list[str] = []
 
-    class Loud(AsyncAllToAll):
-        def start(self, way: Any, rows: torch.Tensor) -> None:
+    class LoggingExchange(AsyncAllToAll):
+        def start(self, splits: Any, rows: torch.Tensor) -> None:
             heard.append("begin")
-            super().start(way, rows)
+            super().start(splits, rows)
 
         def wait(self) -> torch.Tensor:
             heard.append("end")
             return super().wait()
 
-    def told(name: str, function: Any) -> Any:
+    def logged(name: str, function: Any) -> Any:
         def heard_of(*given: Any) -> Any:
             heard.append(name)
             return function(*given)
@@ -349,8 +353,8 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
         module.register_forward_hook(lambda *_, name=name: heard.append(name))
         module.register_full_backward_hook(lambda *_, name=name: heard.append(name))
     x = torch.randn(2, 8, model.hidden, requires_grad=True)
-    patched = mock.patch.object(expert, "AsyncAllToAll", Loud)
-    with patched, told("experts", expert_layer.grouped_gemms), told("their weights", expert_layer.grouped_weight_grad):
+    patched = mock.patch.object(expert, "AsyncAllToAll", LoggingExchange)
+    with patched, logged("experts", expert_layer.grouped_gemms), logged("their weights", expert_layer.grouped_weight_grad):
         out = layer(x)
         forward = list(heard)
         heard.clear()
@@ -362,45 +366,45 @@ def order_of_events(rank: int, nproc: int, store: str, overlap: ExpertOverlap) -
 FORWARD = ["begin", "first products", "end", "experts", "begin", "last product", "end"]
 
 
-def test_shared_experts_compute_while_rows_travel_in_both_passes() -> None:
-    one = ["experts", "their weights"]  # each product's, one after the other
+def test_shared_experts_overlap_dispatch_in_both_passes() -> None:
+    one = ["experts", "their weights"]  # each matmul's, one after the other
     for forward, backward in local.run(order_of_events, 2, "none", timeout_s=60):
         assert forward == FORWARD
         assert backward == ["begin", "last product", "end", *one, *one, *one, "begin", "first products", "end"]
 
 
-def test_experts_weights_have_their_gradients_while_those_of_rows_travel() -> None:
+def test_expert_weight_gradients_overlap_the_backward_all_to_all() -> None:
     for forward, backward in local.run(order_of_events, 2, "gradients", timeout_s=60):
         assert forward == FORWARD
         assert backward == ["begin", "last product", "end", "experts", "begin", "their weights", "first products", "end"]
 
 
-def test_rows_that_stay_are_multiplied_while_others_travel_in_both_passes() -> None:
+def test_local_rows_are_computed_during_the_all_to_all_in_both_passes() -> None:
     for forward, backward in local.run(order_of_events, 2, "rows", timeout_s=60):
         assert forward == ["begin", "first products", "experts", *FORWARD[2:]]
-        meanwhile = ["experts", "their weights", "first products"]
-        assert backward == ["begin", "last product", "end", "experts", "begin", *meanwhile, "end"]
+        overlapped = ["experts", "their weights", "first products"]
+        assert backward == ["begin", "last product", "end", "experts", "begin", *overlapped, "end"]
 
 
 @pytest.mark.parametrize(
     ("overlap", "fields", "says"),
     [("rows", {"dp": 2}, "ep = 1"), ("gradients", {}, "ep = 1"), ("auto", {"dp": 2}, None), ("rows", {"dp": 2, "ep": 2}, None)],
 )
-def test_where_nothing_travels_it_is_refused(overlap: str, fields: dict[str, Any], says: str | None) -> None:
+def test_overlap_without_dispatch_is_refused(overlap: str, fields: dict[str, Any], says: str | None) -> None:
     layout = Layout(**fields)
     job = job_of("experts").changed(cluster=Cluster.load(f"{layout.gpus}xh100"), batch_tokens=layout.batch_tokens(32))
-    said = supported.layout_problem(job, layout, training_of(expert_overlap=overlap))
-    assert said is None if says is None else said is not None and says in said and "try auto" in said
+    problem = supported.layout_problem(job, layout, training_of(expert_overlap=overlap))
+    assert problem is None if says is None else problem is not None and says in problem and "try auto" in problem
 
 
-def test_the_law_chooses_on_a_gpu_alone() -> None:
+def test_auto_overlap_is_selected_on_gpus_only() -> None:
     model = Model.load("mixtral-8x7b")
-    chosen = {}
+    selected = {}
     for tokens in (512, 16384):
         job = Job(model=model, cluster=Cluster.load("8xh100"), seq=tokens, batch_tokens=8 * tokens)
         layout = Layout(dp=8, ep=8)
         assert build.expert_overlap(job, layout, Training(), "cpu") == "none"
         assert build.expert_overlap(job, layout.changed(ep=1), Training(), "cuda") == "none"
         assert build.expert_overlap(job, layout, Training(expert_overlap="none"), "cuda") == "none"
-        chosen[tokens] = build.expert_overlap(job, layout, Training(), "cuda")
-    assert chosen == {512: "gradients", 16384: "rows"}
+        selected[tokens] = build.expert_overlap(job, layout, Training(), "cuda")
+    assert selected == {512: "gradients", 16384: "rows"}

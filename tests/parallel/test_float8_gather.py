@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.harness import Seen, in_ranks, job_of, train, training_of
+from parallel.harness import RankResult, in_ranks, job_of, train, training_of
 from ultrascale.kernels import float8, fused
 from ultrascale.kernels.float8 import Float8Linear
 from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, Float8Weight, quantise
@@ -49,14 +49,14 @@ LAYOUTS: list[Any] = [
 ]
 
 
-def both(model: Model, fields: dict[str, Any], **training: Any) -> tuple[list[Seen], list[Seen]]:
+def both(model: Model, fields: dict[str, Any], **training: Any) -> tuple[list[RankResult], list[RankResult]]:
     """The same steps with gathers in fp8 and in what computes."""
     job, layout = job_of(model, precision="fp8"), Layout(**{"zero": 3, "gas": 2, **fields})
-    narrow, wide = (in_ranks(train, job, layout, training_of(fp8_gather=way, **training)) for way in ("fp8", "bf16"))
+    narrow, wide = (in_ranks(train, job, layout, training_of(fp8_gather=gather, **training)) for gather in ("fp8", "bf16"))
     return narrow, wide
 
 
-def assert_equal(narrow: list[Seen], wide: list[Seen]) -> None:
+def assert_equal(narrow: list[RankResult], wide: list[RankResult]) -> None:
     for one, other in zip(narrow, wide, strict=True):
         assert (one.losses, one.norms) == (other.losses, other.norms)
         for piece, expected in zip(one.pieces, other.pieces, strict=True):
@@ -65,24 +65,24 @@ def assert_equal(narrow: list[Seen], wide: list[Seen]) -> None:
 
 @pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("fields", LAYOUTS, ids=str)
-def test_nothing_but_the_way_changes(fields: dict[str, Any]) -> None:
+def test_fp8_gather_is_bitwise_equal(fields: dict[str, Any]) -> None:
     """Layouts in fp8 against one process: tests/train/test_fp8.py. Here three steps are equal in every bit."""
     assert_equal(*both(MODEL, fields, fp8_keep="none"))
 
 
 @slow
-def test_a_stage_whose_blocks_all_stay_wide() -> None:
+def test_a_stage_without_fp8_blocks() -> None:
     """With two layers to a stage, `ends` leaves one in fp8; with two layers in all, none: nothing is there to agree on."""
     for layers in (4, 2):
         assert_equal(*both(MODEL.model_copy(update={"layers": layers}), {"dp": 2, "pp": 2}, fp8_keep="ends"))
 
 
 @slow
-def test_nothing_but_the_way_changes_beside_experts() -> None:
+def test_fp8_gather_is_bitwise_equal_with_experts() -> None:
     assert_equal(*both(EXPERTS, {"dp": 4, "ep": 2}, fp8_keep="head"))
 
 
-def test_a_fused_block_takes_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_block_uses_gathered_fp8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a weight then share a scale, a power of two as theirs were: no entry is so small that it rounds otherwise."""
     monkeypatch.setattr("ultrascale.train.build.selection.choose", lambda *_: Kernels(fused=True, loss=True))
     narrow, wide = both(MODEL, {"dp": 2}, fp8_keep="none")
@@ -103,7 +103,7 @@ def _scales(engine: Engine) -> list[torch.Tensor]:
     return [] if engine.pipeline.scales is None else list(engine.pipeline.scales.scales)
 
 
-def test_an_evaluation_sees_the_weights_as_they_are() -> None:
+def test_evaluation_uses_the_current_weights() -> None:
     job, layout = job_of(MODEL, precision="fp8"), Layout(dp=2, zero=3, gas=1)
     training = training_of(fp8_keep="none", lr=1.0)
     narrow, changed = in_ranks(evaluated, job, layout, training)[0]
@@ -112,7 +112,7 @@ def test_an_evaluation_sees_the_weights_as_they_are() -> None:
     assert narrow == wide
 
 
-def test_a_scale_is_that_of_the_numbers_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_are_those_of_the_compute_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """449 is 448 in bf16, which just fits: with a scale of the fp32 weight, half of fp8's range would be lost."""
     monkeypatch.setattr("ultrascale.parallel.zero.local_tensor", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
@@ -135,10 +135,12 @@ def exchanged(engine: Engine) -> Counter[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("keep", ["ends", "none"])
-def test_bytes_are_one_for_each_number(keep: Fp8Keep) -> None:
+def test_gathers_send_one_byte_per_element(keep: Fp8Keep) -> None:
     """Half of bf16's on a GPU; here, where fp32 stands for bf16, a quarter. One small all-reduce comes with it."""
     job, layout = job_of(MODEL, precision="fp8"), Layout(dp=2, zero=3, gas=1)
-    narrow, wide = (in_ranks(exchanged, job, layout, training_of(fp8_keep=keep, fp8_gather=way))[0] for way in ("fp8", "bf16"))
+    narrow, wide = (
+        in_ranks(exchanged, job, layout, training_of(fp8_keep=keep, fp8_gather=gather))[0] for gather in ("fp8", "bf16")
+    )
     block = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96
     layers, head = (2, 0) if keep == "ends" else (4, 64 * 64)
     # Each rank sends its half; layers are gathered twice, the head once.
@@ -165,7 +167,7 @@ def test_optimizer_and_checkpoint_see_plain_tensors() -> None:
     assert in_ranks(plain_shards, job, Layout(dp=2, zero=3, gas=1), training_of())[0] == {torch.Tensor}
 
 
-def test_a_weight_in_fp8_is_multiplied_as_it_is() -> None:
+def test_an_fp8_weight_is_not_converted_for_the_matmul() -> None:
     torch.manual_seed(0)
     weight, x, grad = torch.randn(32, 48), torch.randn(16, 48), torch.randn(16, 32)
     narrow = Float8Weight(*quantise(weight, "tensor", NARROW), torch.float32)
@@ -180,7 +182,7 @@ def test_a_weight_in_fp8_is_multiplied_as_it_is() -> None:
         F.linear(x, narrow)
 
 
-def test_a_compiled_product_with_it_is_one_graph() -> None:
+def test_a_compiled_fp8_matmul_is_one_graph() -> None:
     torch.manual_seed(0)
     linear = Float8Linear(torch.nn.Linear(48, 32), Float8Gemms("tensor"))
     x = torch.randn(16, 48, requires_grad=True)
@@ -196,7 +198,7 @@ def test_a_compiled_product_with_it_is_one_graph() -> None:
     ("changes", "keep", "count"),
     [({}, "none", 29), ({}, "ends", 14), ({"tied_embeddings": True}, "none", 28), ({"ffn": 100}, "head", 16)],
 )
-def test_which_weights_travel_in_fp8(changes: dict[str, Any], keep: Fp8Keep, count: int) -> None:
+def test_which_weights_are_gathered_in_fp8(changes: dict[str, Any], keep: Fp8Keep, count: int) -> None:
     """Seven of each block and the head; but not a head that is the embedding too, nor what is no multiple of 16."""
     with torch.device("meta"):
         model = Transformer(MODEL.model_copy(update=changes))
@@ -204,7 +206,7 @@ def test_which_weights_travel_in_fp8(changes: dict[str, Any], keep: Fp8Keep, cou
     assert len(float8.weights(model)) == count
 
 
-def test_products_that_a_fused_block_joins_share_a_scale() -> None:
+def test_joined_matmuls_of_a_fused_block_share_a_scale() -> None:
     with torch.device("meta"):
         model = Transformer(MODEL)
     fused.apply(model)
@@ -212,10 +214,10 @@ def test_products_that_a_fused_block_joins_share_a_scale() -> None:
     assert [len(group) for group in float8.weights(model)] == 4 * [3, 2, 1, 1]
 
 
-def problem(way: Fp8Gather, precision: str = "fp8", scaling: str = "tensor", **fields: Any) -> str | None:
+def problem(gather: Fp8Gather, precision: str = "fp8", scaling: str = "tensor", **fields: Any) -> str | None:
     layout = Layout(**{"dp": 2, "zero": 3, **fields})
     job = job_of(MODEL, precision=precision).changed(cluster=Cluster.load(f"{layout.gpus}xh100"), batch_tokens=32 * layout.dp)
-    return supported.layout_problem(job, layout, Training(fp8_gather=way, fp8_scaling=scaling))  # type: ignore[arg-type]
+    return supported.layout_problem(job, layout, Training(fp8_gather=gather, fp8_scaling=scaling))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -229,9 +231,9 @@ def problem(way: Fp8Gather, precision: str = "fp8", scaling: str = "tensor", **f
         ({"offload": "parameters"}, ["from the host", "layout.offload=optimizer"]),
     ],
 )
-def test_where_it_cannot_be_it_is_refused_and_auto_goes_on(fields: dict[str, Any], says: list[str]) -> None:
-    said = str(problem("fp8", **fields))
-    assert said.startswith("train.fp8_gather is fp8 but ")
-    assert all(part in said for part in says), said
+def test_impossible_fp8_gather_is_refused_and_auto_falls_back(fields: dict[str, Any], says: list[str]) -> None:
+    message = str(problem("fp8", **fields))
+    assert message.startswith("train.fp8_gather is fp8 but ")
+    assert all(part in message for part in says), message
     assert problem("auto", **fields) is None
     assert problem("fp8") is None

@@ -44,8 +44,8 @@ def meshes_of(layout: Layout, kv_heads: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_ranks_make_their_groups_in_step(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch names a group by its members and by how many its maker made before: one count that differs is a deadlock."""
+def test_ranks_create_process_groups_in_the_same_order(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch names a group by its members and by how many the rank created before: counts that differ are a deadlock."""
     for layout in LAYOUTS + SHARDED + SPREAD:
         _, joined = meshes_of(layout, kv_heads, monkeypatch)
         for rank, groups in enumerate(joined):
@@ -55,7 +55,7 @@ def test_ranks_make_their_groups_in_step(kv_heads: int, monkeypatch: pytest.Monk
                 assert {joined[member][turn] for member in members} == {members}, (layout, rank, turn)
 
 
-def test_places_count_tp_innermost_and_pp_outermost() -> None:
+def test_rank_order_has_tp_innermost_and_pp_outermost() -> None:
     layout = Layout(dp=3, tp=2, pp=4, cp=5)
     places = [RankCoordinates.of(layout, rank) for rank in range(layout.gpus)]
     assert places == [RankCoordinates(*one) for one in product(range(4), range(3), range(5), range(2))]
@@ -102,7 +102,7 @@ def test_hsdp_shards_within_and_repeats_across(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_the_norm_counts_every_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_norm_counts_every_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over `parts`, each stage, each tp rank and each shard occurs once, and no copy of any."""
     for layout in LAYOUTS + SHARDED:
         everyone, _ = meshes_of(layout, 8, monkeypatch)
@@ -135,7 +135,7 @@ def test_experts_are_spread_over_neighbouring_data_ranks(monkeypatch: pytest.Mon
     assert (in_two[5].expert_shard.ranks, in_two[5].expert_data.ranks) == ((5, 7), (1, 3, 5, 7))
 
 
-def test_every_part_of_the_experts_counts_once_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_norm_counts_every_expert_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks over which norms add up hold each part of the experts, and of what ZeRO cuts, exactly once."""
     for layout in SPREAD:
         found, _ = meshes_of(layout, 8, monkeypatch)

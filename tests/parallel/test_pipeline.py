@@ -36,7 +36,7 @@ def test_two_ranks(family: str, name: str) -> None:
     layout = {"pp": 2, "gas": 4, **SCHEDULES[name]}
     ranks = check(family, **layout)
     wanted = build(layout["schedule"], 2, 4, layout.get("virtual_stages", 1))
-    assert [tuple(seen.ran) for seen in ranks] == list(wanted.actions)
+    assert [tuple(result.ran) for result in ranks] == list(wanted.actions)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_more_ranks(pp: int, name: str) -> None:
     layout = {"pp": pp, "gas": 2 * pp, **SCHEDULES[name]}
     ranks = check("eight-tied", **layout)
     wanted = build(layout["schedule"], pp, 2 * pp, layout.get("virtual_stages", 1))
-    assert [tuple(seen.ran) for seen in ranks] == list(wanted.actions)
+    assert [tuple(result.ran) for result in ranks] == list(wanted.actions)
 
 
 @slow
@@ -83,27 +83,27 @@ def test_with_data_parallelism(name: str, data_parallel: str, every: bool) -> No
 
 def _when(engine: Engine) -> list[ActionKind]:
     """What the pipeline was at whenever a weight's gradient was computed."""
-    plain, seen = PlainGemms.grad_weight, list[ActionKind]()
+    plain, kinds = PlainGemms.grad_weight, list[ActionKind]()
     actions = engine.pipeline.schedule.actions[engine.pipeline.rank]
 
     def watched(self: PlainGemms, grad: Any, x: Any) -> Any:
-        seen.append(actions[len(engine.pipeline.ran)].kind)
+        kinds.append(actions[len(engine.pipeline.ran)].kind)
         return plain(self, grad, x)
 
     with mock.patch.object(PlainGemms, "grad_weight", watched):
         engine.backward(engine.read(0))
     assert not any(chunk.deferred.pending or chunk.deferred.open for chunk in engine.pipeline.chunks.values())
-    return seen
+    return kinds
 
 
 @pytest.mark.parametrize("name", ["zero-bubble", "zb-v"])
-def test_weight_gradients_wait_for_their_turn(name: str) -> None:
+def test_deferred_weight_grads_run_in_their_actions(name: str) -> None:
     layout = Layout(pp=2, gas=4, **SCHEDULES[name])
-    for seen in in_ranks(_when, job_of("llama"), layout, training_of()):
-        assert ActionKind.I not in seen
-        # Seven products a layer, each in the one W or B of its micro-batch; the head's is never put off.
-        assert seen.count(ActionKind.W) > 0
-        assert len(seen) == 4 * 7 * 2
+    for kinds in in_ranks(_when, job_of("llama"), layout, training_of()):
+        assert ActionKind.I not in kinds
+        # Seven matmuls a layer, each in the one W or B of its micro-batch; the head's is never deferred.
+        assert kinds.count(ActionKind.W) > 0
+        assert len(kinds) == 4 * 7 * 2
 
 
 def _evaluated(engine: Engine) -> tuple[float, float, float, float]:
@@ -136,5 +136,5 @@ def test_evaluation(fields: dict[str, Any]) -> None:
     wanted = _evaluated(engine_of(job_of(model), Layout(mbs=layout.dp * layout.gas), training_of()))
     assert wanted[0] == pytest.approx(wanted[1], rel=1e-6)
     assert abs(wanted[3] - wanted[2]) > 1e-4  # the step changed what is evaluated
-    for seen in in_ranks(_evaluated, job_of(model), layout, training_of()):
-        assert relative(list(seen), list(wanted)) < 1e-5
+    for actual in in_ranks(_evaluated, job_of(model), layout, training_of()):
+        assert relative(list(actual), list(wanted)) < 1e-5

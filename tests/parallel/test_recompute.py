@@ -28,7 +28,7 @@ def test_with_zero_3(policy: str) -> None:
     check("gpt2", dp=2, gas=2, zero=3, recompute=policy)
 
 
-class _Counted(TorchDispatchMode):
+class _CallCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[Any] = Counter()
@@ -38,21 +38,21 @@ class _Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _counted(family: str, policy: str) -> Counter[Any]:
+def _call_counts(family: str, policy: str) -> Counter[Any]:
     engine = engine_of(job_of(family), Layout(recompute=policy), training_of())
-    with _Counted() as counted:
+    with _CallCounter() as counter:
         engine.backward(engine.read(0))
-    return counted.calls
+    return counter.calls
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_is_computed_again(family: str) -> None:
-    plain, selective, full = (_counted(family, policy) for policy in ("none", "selective", "full"))
+def test_recomputed_operators(family: str) -> None:
+    plain, selective, full = (_call_counts(family, policy) for policy in ("none", "selective", "full"))
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     assert (plain[attention], selective[attention], full[attention]) == (LAYERS, LAYERS, 2 * LAYERS)
-    products = [sum(calls[op] for op in (aten.mm.default, aten.addmm.default)) for calls in (plain, selective, full)]
-    # The last product of a block is what the next one starts from: no backward asks for it.
+    matmuls = [sum(calls[op] for op in (aten.mm.default, aten.addmm.default)) for calls in (plain, selective, full)]
+    # The last matmul of a block is the input of the next one: no backward needs it.
     per_block = 7 if family == "llama" else 6
-    assert products == [products[0], products[0], products[0] + LAYERS * (per_block - 1)]
+    assert matmuls == [matmuls[0], matmuls[0], matmuls[0] + LAYERS * (per_block - 1)]
     cheap = aten.silu.default if family == "llama" else aten.native_layer_norm.default
     assert selective[cheap] > plain[cheap]

@@ -29,7 +29,7 @@ def test_many_tensors_at_once() -> None:
     assert [tensor.sum().item() for tensor in tensors] == [0.0, 1.0]
 
 
-def test_a_profiler_is_noticed() -> None:
+def test_a_running_profiler_is_detected() -> None:
     assert not private.is_profiling()
     with torch.profiler.profile():
         assert private.is_profiling()
@@ -50,22 +50,22 @@ def test_a_tensor_has_one_storage_object() -> None:
 
 def test_a_dispatch_mode_sees_operators_and_can_call_another() -> None:
     """Selective recomputation hands operators on to the modes that torch makes."""
-    seen = []
+    called = []
 
     class Mode(private.TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(func)
+            called.append(func)
             return func(*args, **(kwargs or {}))
 
     with Mode():
         torch.ones(2, 2) @ torch.ones(2, 2)
-    assert torch.ops.aten.mm.default in seen
+    assert torch.ops.aten.mm.default in called
     for mode in create_selective_checkpoint_contexts([torch.ops.aten.mm.default]):  # type: ignore[no-untyped-call]
         assert callable(mode.__torch_dispatch__)
         assert mode.ignore_compile_internals() is True
 
 
-def test_the_place_of_a_tensor_in_a_checkpoint() -> None:
+def test_the_offset_of_a_tensor_in_a_checkpoint() -> None:
     place = private.StorageInfo("__0_0.distcp", 8, LENGTH)
     assert (place.relative_path, place.offset, place.length) == ("__0_0.distcp", 8, LENGTH)
     # Our reader verifies checksums in this method.
@@ -86,13 +86,13 @@ def test_a_fake_tensor_from_a_meta_tensor() -> None:
     assert (fake.shape, fake.device) == (meta.shape, cpu)
 
 
-def test_what_records_memory_has_the_same_arguments() -> None:
+def test_the_memory_recorder_has_the_same_arguments() -> None:
     assert {"enabled", "stacks", "max_entries"} <= set(inspect.signature(private.record_memory_history).parameters)
     assert "device" in inspect.signature(private.memory_snapshot).parameters
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch multiplies fp8 on a GPU")
-def test_fp8_products() -> None:
+def test_fp8_matmuls() -> None:
     left, right = (float8_gemm.quantise(torch.ones(16, 16, device="cuda"), "tensor", float8_gemm.NARROW) for _ in range(2))
     assert float8_gemm.multiply(left, right, torch.bfloat16)[0, 0].item() == 16.0
 
@@ -154,5 +154,5 @@ def _fsdp(rank: int, nproc: int) -> None:
         assert gradient.unique().tolist() == [0.5]
 
 
-def test_what_ddp_fsdp_and_gloo_keep_to_themselves() -> None:
+def test_private_attributes_of_ddp_fsdp_and_gloo() -> None:
     assert local.run(in_a_group, 2, timeout_s=120) == ["ALLREDUCE", "ALLREDUCE"]

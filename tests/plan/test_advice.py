@@ -1,4 +1,4 @@
-"""What is offered when the wish cannot be met as it stands."""
+"""What is advised when a request cannot be fulfilled as it is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_nearest_batch(sequences: int, fixed: dict[str, int], nearest: int) 
     assert bool(notes) == (nearest != sequences)
 
 
-def test_a_batch_between_two_sequences_goes_to_the_nearer() -> None:
+def test_a_batch_is_rounded_to_the_nearest_sequence() -> None:
     of = make_job("llama-3-8b", "8xh100", 8192, 64)
     for tokens, sequences in ((8192 * 64 + 4000, 64), (8192 * 64 + 5000, 65)):
         found, notes = advice.reachable_batch(of.changed(batch_tokens=tokens), LayoutConstraints())
@@ -49,18 +49,18 @@ def test_a_batch_that_keeps_data_parallelism_small_is_named() -> None:
     assert advice.batch_notes(make_job("llama-3-8b", "64xh100", 8192, 64), Layout(dp=64)) == []
 
 
-def test_what_our_engine_of_today_cannot_hold_is_said() -> None:
+def test_a_layout_that_does_not_fit_our_engine_is_noted() -> None:
     """With context parallelism its layers are neither fused nor compiled."""
-    asked = make_job("llama-3-70b", "512xh100", 8192, 512)
+    job = make_job("llama-3-70b", "512xh100", 8192, 512)
     layout = Layout(dp=256, cp=2, context_parallel="allgather", gas=2, zero=3, recompute="selective")
-    assert estimate(asked, layout).fits
-    engine = asked.changed(framework=Framework.load("ultrascale-gpu"))
+    assert estimate(job, layout).fits
+    engine = job.changed(framework=Framework.load("ultrascale-gpu"))
     peak = estimate(engine, layout).peak_gib
-    assert peak > asked.cluster.gpu.memory_gib
-    (said,) = advice.engine_notes(asked, layout)
-    assert f"{peak:,.1f} GiB of 79.1: --framework ultrascale-gpu" in said
+    assert peak > job.cluster.gpu.memory_gib
+    (note,) = advice.engine_notes(job, layout)
+    assert f"{peak:,.1f} GiB of 79.1: --framework ultrascale-gpu" in note
     assert advice.engine_notes(engine, layout) == []  # it was planned for
-    assert advice.engine_notes(asked, layout.changed(recompute="full")) == []
+    assert advice.engine_notes(job, layout.changed(recompute="full")) == []
 
 
 def test_smaller_clusters_are_halves() -> None:
@@ -79,7 +79,7 @@ def test_the_fastest_fits_and_is_legal() -> None:
     assert predicted.step_time_s == pytest.approx(best.step_time_s, rel=0.02)
 
 
-def test_nothing_is_fastest_when_nothing_fits() -> None:
+def test_no_layout_is_fastest_when_nothing_fits() -> None:
     assert rank(make_job("llama-3-70b", "4xa100-40gb", 4096, 8), LayoutConstraints(), "throughput", 1).score == []
 
 
@@ -114,7 +114,7 @@ def test_a_larger_gpu_keeps_their_number(no_fit: advice.NoFit) -> None:
             assert change.job.cluster.gpu.memory_gib > 80
 
 
-def test_constraints_hold_in_the_advice() -> None:
+def test_advice_respects_constraints() -> None:
     found = plan(make_job("llama-3-70b", "8xh100", 8192, 64), fix=["recompute=none"]).no_fit
     assert found is not None
     assert found.layout.recompute == "none"

@@ -1,4 +1,4 @@
-"""The enumeration: what is asked is every legal layout, and what is left out never wins."""
+"""The enumeration: every legal layout is a candidate, and what is skipped is never the best."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def enumerated(of: Job, constraints: LayoutConstraints) -> set[Layout]:
 
 
 def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
-    """Every combination of every field, kept when legal, less what the enumeration says it leaves out."""
+    """Every combination of every field, kept when legal, less what the enumeration skips."""
     world, found = of.cluster.gpus, set()
     sizes = divisors(world)
     experts = divisors(of.model.moe.experts) if of.model.moe else [1]
@@ -43,13 +43,13 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
         shardings += [(3, None, True)] if dp * cp > 1 else []
         exchanges = ["zigzag", "allgather", "ulysses"] if cp > 1 else ["zigzag"]
         passes = of.sequences // dp
-        for ep, mbs, sharding, exchange, pair, recompute in product(
+        for ep, mbs, sharding, variant, pair, recompute in product(
             experts, divisors(passes), shardings, exchanges, schedules, ("none", "selective", "full")
         ):
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, mbs=mbs, gas=passes // mbs, recompute=recompute,
                 zero=sharding[0], zero_shards=sharding[1], keep_gathered=sharding[2],
-                context_parallel=exchange, schedule=pair[0], virtual_stages=pair[1],
+                context_parallel=variant, schedule=pair[0], virtual_stages=pair[1],
             )  # fmt: skip
             if problem(of, layout) is None:
                 found.add(layout)
@@ -58,14 +58,14 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
 
 @pytest.mark.quick_cases("tiny")
 @pytest.mark.parametrize("model", ["tiny", "mixtral-8x7b"])
-def test_every_legal_layout_is_asked_and_no_other(model: str) -> None:
+def test_every_legal_layout_is_a_candidate_and_no_other(model: str) -> None:
     """4 GPUs in one box, 4 sequences. One fast domain, so there is no HSDP to try."""
     of = make_job(model, "4xh100", 1024, 4)
-    asked, legal = enumerated(of, LayoutConstraints()), by_brute_force(of)
-    assert len(asked) > 300
-    assert {x for x in asked if x.virtual_stages <= 8} == legal
+    candidates, legal = enumerated(of, LayoutConstraints()), by_brute_force(of)
+    assert len(candidates) > 300
+    assert {x for x in candidates if x.virtual_stages <= 8} == legal
     # Beyond eight loops only those are tried that cut the layers evenly.
-    assert all(of.model.layers % (x.pp * x.virtual_stages) == 0 for x in asked if x.virtual_stages > 8)
+    assert all(of.model.layers % (x.pp * x.virtual_stages) == 0 for x in candidates if x.virtual_stages > 8)
 
 
 def test_hsdp_shards_over_one_fast_domain() -> None:
@@ -75,7 +75,7 @@ def test_hsdp_shards_over_one_fast_domain() -> None:
     assert shards == {None, 8, 4, 2}  # 8 GPUs a box over tp of 1, 2 and 4
 
 
-def test_an_odd_slice_gets_the_contiguous_ring() -> None:
+def test_an_odd_sequence_slice_uses_the_contiguous_ring() -> None:
     """seq = 1022 splits into 2 but not into 4 slices: zig-zag is not legal there, so the ring stands in."""
     words = {x.context_parallel for x in enumerated(make_job("tiny", "2xh100", 1022, 2), LayoutConstraints(fixed={"cp": 2}))}
     assert words == {"ring", "allgather", "ulysses"}
@@ -96,7 +96,7 @@ LEFT_OUT = [
     ("model", "cluster", "seq", "sequences"),
     [("llama-3-8b", "16xh100", 8192, 64), ("llama-3-70b", "32xa100-80gb", 4096, 64), ("deepseek-v2-lite", "16xh200", 4096, 64)],
 )
-def test_what_is_left_out_never_wins(model: str, cluster: str, seq: int, sequences: int, change: dict[str, Any]) -> None:
+def test_skipped_layouts_are_never_the_best(model: str, cluster: str, seq: int, sequences: int, change: dict[str, Any]) -> None:
     """The best layout with the field pinned to what the search skips is no faster than the best without."""
     of = make_job(model, cluster, seq, sequences)
     best = plan(of, explain=False, top=1).plans[0]
@@ -118,7 +118,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("change", "layout"), PAIRS, ids=str)
-def test_each_claim_on_one_layout(change: dict[str, Any], layout: Layout) -> None:
+def test_each_pruning_rule_on_one_layout(change: dict[str, Any], layout: Layout) -> None:
     """No sequence parallelism: more memory. Contiguous ring, naive, hooks: same memory, slower. Offload: less, slower."""
     of = make_job("llama-3-8b", "16xh100", 8192, 64)
     kept, other = estimate(of, layout), estimate(of, layout.changed(**change))
@@ -158,7 +158,7 @@ def test_fixed_fields_are_kept_and_forbidden_ones_absent() -> None:
         ([], ["nonsense"], "no field 'nonsense'"),
     ],
 )
-def test_constraints_that_make_no_sense_are_explained(fix: list[str], forbid: list[str], words: str) -> None:
+def test_contradictory_constraints_are_explained(fix: list[str], forbid: list[str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         LayoutConstraints.parse(fix, forbid)
 

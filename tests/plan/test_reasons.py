@@ -28,7 +28,7 @@ def best(request: pytest.FixtureRequest) -> Plan:
 
 
 @pytest.mark.quick_cases(every=3)
-def test_the_three_steps_come_in_order(best: Plan) -> None:
+def test_the_three_steps_are_in_order(best: Plan) -> None:
     steps = [re.match(r"Step (\d), (fit|batch|speed): ", reason) for reason in best.reasons]
     assert all(steps)
     numbers = [int(step[1]) for step in steps if step]
@@ -51,7 +51,7 @@ def test_a_small_model_is_counted_in_mib() -> None:
     assert not any(re.search(r"(?<![\d.])0 GiB", reason) for reason in reasons[:4])
 
 
-def test_of_a_cpu_no_utilisation_is_claimed() -> None:
+def test_no_utilisation_is_stated_for_a_cpu() -> None:
     """Its rate was measured: a share of it is no share of a peak."""
     there = make_job("tiny", "2xh100", 128, 16)
     assert any("MFU" in reason for reason in plan(there, top=1).plans[0].reasons)
@@ -70,23 +70,23 @@ def test_the_numbers_of_the_batch_multiply(best: Plan) -> None:
 AXES = {"TP": "tp", "PP": "pp", "CP": "cp", "EP": "ep", "micro-batch": "mbs"}
 
 
-def test_at_another_degree_it_costs_what_is_said(best: Plan) -> None:
+def test_stated_costs_of_other_degrees_are_true(best: Plan) -> None:
     """'TP stays at 4: at 8 it costs +14.5% per step (mostly …), -29.1 GiB' is computed again from the layout with tp=8."""
     checked = 0
     for reason in best.reasons:
-        said = re.search(r"speed: (TP|PP|CP|EP|micro-batch) (?:stays at|is not less).*?at (\d+) it (.*)", reason)
-        if said is None:
+        match = re.search(r"speed: (TP|PP|CP|EP|micro-batch) (?:stays at|is not less).*?at (\d+) it (.*)", reason)
+        if match is None:
             continue
-        other = with_batch(best.job, best.layout, **{AXES[said[1]]: int(said[2])})
+        other = with_batch(best.job, best.layout, **{AXES[match[1]]: int(match[2])})
         assert other is not None
         assert problem(best.job, other) is None
         again = estimate(best.job, other)
-        if "does not fit" in said[3]:
+        if "does not fit" in match[3]:
             assert not again.fits
-            assert float(re.search(r"\(([\d,.]+) GiB\)", said[3])[1].replace(",", "")) == pytest.approx(
+            assert float(re.search(r"\(([\d,.]+) GiB\)", match[3])[1].replace(",", "")) == pytest.approx(
                 again.peak_gib, abs=0.06
             )  # type: ignore[index]
-        elif percent := re.search(r"([+-][\d.]+)% per step \(mostly (.*?) ([+-][\d.]+) s\), ([+-][\d,.]+) GiB", said[3]):
+        elif percent := re.search(r"([+-][\d.]+)% per step \(mostly (.*?) ([+-][\d.]+) s\), ([+-][\d,.]+) GiB", match[3]):
             assert again.fits
             assert float(percent[1]) == pytest.approx(100 * (again.step_time_s / best.estimate.step_time_s - 1), abs=0.06)
             cause = next(name for name, words in CAUSE_WORDS.items() if words == percent[2])
@@ -94,14 +94,14 @@ def test_at_another_degree_it_costs_what_is_said(best: Plan) -> None:
             assert float(percent[3]) == pytest.approx(difference, abs=0.006)
             assert float(percent[4].replace(",", "")) == pytest.approx(again.peak_gib - best.estimate.peak_gib, abs=0.06)
         else:
-            assert "changes nothing in time" in said[3]
+            assert "changes nothing in time" in match[3]
             assert again.step_time_s == pytest.approx(best.estimate.step_time_s, rel=0.001)
         checked += 1
     assert checked >= 3
 
 
 def test_no_fitting_neighbour_is_faster(best: Plan) -> None:
-    """The winner won: by the simulator, nothing one step away that fits beats it by more than the closed form's error."""
+    """In the simulator, no fitting neighbour is faster than the winner by more than the closed form's error."""
     assert len(best.rejected) >= 8
     for neighbour in best.rejected:
         assert problem(best.job, neighbour.layout) is None
@@ -148,7 +148,7 @@ def test_the_playbooks_rule_for_the_size_is_quoted(model: str, cluster: str, seq
     assert any(f"«{rule}" in reason for reason in reasons)
 
 
-def test_every_cause_has_words() -> None:
+def test_every_cause_has_a_description() -> None:
     assert set(CAUSE_WORDS) == set(CAUSES)
 
 
@@ -159,13 +159,13 @@ def test_the_largest_difference_has_the_sign_of_the_whole() -> None:
     assert largest_difference(full, plain) == ("recompute_s", -full.time.recompute_s)
 
 
-def test_runners_up_say_what_they_lose() -> None:
+def test_runners_up_state_their_difference() -> None:
     result = plan(JOBS["8b"], top=3)
     for one in result.plans[1:]:
-        said = one.reasons[0]
-        assert said.startswith("against the best: ")
+        reason = one.reasons[0]
+        assert reason.startswith("against the best: ")
         slower = one.estimate.step_time_s / result.plans[0].estimate.step_time_s - 1
-        number = re.search(r"([+-][\d.]+)% per step", said)
+        number = re.search(r"([+-][\d.]+)% per step", reason)
         assert (number is None and slower < 0.0005) or float(number[1]) == pytest.approx(100 * slower, abs=0.06)  # type: ignore[index]
 
 

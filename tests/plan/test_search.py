@@ -1,4 +1,4 @@
-"""The search against brute force, its objectives and constraints, and what it says when nothing fits."""
+"""The search against brute force, its objectives and constraints, and its advice when nothing fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def everything(of: Job) -> list[DraftEstimate]:
     for dp, tp, pp, cp in product(divisors(world), repeat=4):
         if dp * tp * pp * cp != world or of.sequences % dp:
             continue
-        for mbs, zero, keep, exchange, (schedule, loops), recompute in product(
+        for mbs, zero, keep, variant, (schedule, loops), recompute in product(
             divisors(of.sequences // dp),
             range(4 if dp * cp > 1 else 1),
             (False, True),
@@ -40,7 +40,7 @@ def everything(of: Job) -> list[DraftEstimate]:
         ):
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, cp=cp, mbs=mbs, gas=of.sequences // (dp * mbs), zero=zero, keep_gathered=keep,
-                context_parallel=exchange, schedule=schedule, virtual_stages=loops, recompute=recompute,
+                context_parallel=variant, schedule=schedule, virtual_stages=loops, recompute=recompute,
             )  # fmt: skip
             if problem(of, layout) is None:
                 found.append(layout)
@@ -66,7 +66,7 @@ def test_the_winner_is_the_best_of_all(brute: list[DraftEstimate]) -> None:
     assert 0 < fitting < len(brute)
 
 
-def test_the_objective_memory_gives_the_least_peak(brute: list[DraftEstimate]) -> None:
+def test_the_memory_objective_minimizes_the_peak(brute: list[DraftEstimate]) -> None:
     least = min(predicted.peak_gib for predicted in brute)
     result = plan(SMALL, objective="memory")
     assert result.plans[0].estimate.peak_gib == pytest.approx(least, rel=0.01)
@@ -94,7 +94,7 @@ def test_plans_are_ranked_fit_and_distinct() -> None:
     assert result.fitting <= result.evaluated
 
 
-def test_dropping_slow_layouts_early_loses_none_of_the_fastest() -> None:
+def test_early_pruning_keeps_the_fastest_layouts() -> None:
     of, kept = make_job("llama-3-70b", "32xh100", 8192, 128), 1000
     ranked = rank(of, LayoutConstraints(), "throughput", kept)
     capacity = of.cluster.gpu.memory_gib * GIB
@@ -147,7 +147,7 @@ def test_the_objective_cost_may_leave_gpus_idle() -> None:
     assert cheap.layout.gpus == cheap.job.cluster.gpus
 
 
-def test_nothing_fits_and_every_change_really_does() -> None:
+def test_every_advised_change_fits() -> None:
     """70B on 8 A100 of 40 GiB: states alone are 18·70.6e9/8 = 148 GiB a GPU."""
     of = make_job("llama-3-70b", "8xa100-40gb", 4096, 64)
     result = plan(of)
@@ -166,7 +166,7 @@ def test_nothing_fits_and_every_change_really_does() -> None:
     assert no.changes[0].text in str(no)
 
 
-def test_no_layout_is_smaller_than_the_one_that_comes_closest() -> None:
+def test_the_closest_layout_has_the_least_memory() -> None:
     of = make_job("llama-3-70b", "4xa100-40gb", 2048, 8)
     no = plan(of).no_fit
     assert no is not None
@@ -199,23 +199,23 @@ def test_bad_arguments_are_explained(fields: dict[str, object], words: str) -> N
         plan(SMALL, **fields)  # type: ignore[arg-type]
 
 
-def test_progress_is_told() -> None:
-    said: list[str] = []
-    plan(SMALL, progress=said.append)
-    assert said[0] == "searching 4xa100-40gb" or said[0].startswith("searching 4x")
-    assert any(line.startswith("simulating the best") for line in said)
-    assert said[-1] == "explaining the winner"
+def test_progress_is_reported() -> None:
+    messages: list[str] = []
+    plan(SMALL, progress=messages.append)
+    assert messages[0] == "searching 4xa100-40gb" or messages[0].startswith("searching 4x")
+    assert any(line.startswith("simulating the best") for line in messages)
+    assert messages[-1] == "explaining the winner"
 
 
-def test_a_preview_comes_before_the_answer_and_is_near_it() -> None:
+def test_a_preview_precedes_the_result_and_is_close_to_it() -> None:
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("16xh100"), seq=4096, batch_tokens=2**19)
-    seen: list[list[LayoutPreview]] = []
-    found = plan(job, top=5, explain=False, fix=["pp=2"], preview=seen.append)
-    ((first, *others),) = seen
+    previews: list[list[LayoutPreview]] = []
+    found = plan(job, top=5, explain=False, fix=["pp=2"], preview=previews.append)
+    ((first, *others),) = previews
     assert len(others) == 4
     assert [one.step_time_s for one in (first, *others)] == sorted(one.step_time_s for one in (first, *others))
     assert first.step_time_s == pytest.approx(found.plans[0].estimate.step_time_s, rel=0.1)
-    plan(job, top=5, objective="memory", preview=seen.append)
+    plan(job, top=5, objective="memory", preview=previews.append)
     with pytest.raises(SpecError, match="ddp"):
-        plan(job, fix=["data_parallel=ddp", "zero=3"], preview=seen.append)
-    assert len(seen) == 1
+        plan(job, fix=["data_parallel=ddp", "zero=3"], preview=previews.append)
+    assert len(previews) == 1

@@ -97,7 +97,7 @@ def test_several_changes_at_once() -> None:
     assert found.layout.recompute == "full"
 
 
-def test_what_cannot_be_is_said_and_not_raised() -> None:
+def test_impossible_changes_are_reported_without_raising() -> None:
     assert what_if(TODAY, "tp=3").estimate is None
     assert "cannot be cut" in str(what_if(TODAY, "tp=3").problem)
     assert "has no experts" in str(what_if(TODAY, "ep=2").problem)
@@ -114,7 +114,7 @@ def test_what_cannot_be_is_said_and_not_raised() -> None:
         ("precision=int3", "precision"),
     ],
 )
-def test_words_that_are_no_change_are_refused(change: str, words: str) -> None:
+def test_invalid_changes_are_refused(change: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         what_if(TODAY, change)
 
@@ -154,7 +154,7 @@ def test_the_largest_fits_and_the_next_does_not(name: str, axis: str, unit: int)
     assert found.axis in AXES
 
 
-def test_learned_positions_stop_a_sequence_that_memory_would_not() -> None:
+def test_learned_positions_limit_the_sequence_before_memory() -> None:
     plan = planned(Layout(dp=8, zero=3, recompute="full"), model="gpt2-xl", cluster="8xh100", seq=512)
     found = largest(plan, "seq")
     assert found.largest == "seq = 1,024 tokens"

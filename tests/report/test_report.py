@@ -51,14 +51,14 @@ def test_a_plan_in_one_file(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_cannot_leave_its_place(plan: Plan) -> None:
+def test_a_name_is_escaped(plan: Plan) -> None:
     evil = "</script><script>alert(1)</script>"
     named = plan.job.changed(model=plan.job.model.model_copy(update={"name": evil}))
     page = plan_page(plan.model_copy(update={"job": named}), "plan.yaml")
     assert "<script>alert(1)" not in body(page)
 
 
-def test_a_title_cannot_end_the_script_that_holds_its_figure() -> None:
+def test_a_title_cannot_close_its_script_element() -> None:
     written = chart(style.new_figure("</script><script>alert(1)</script>"), "one")
     assert "<script>alert(1)" not in written
     (data,) = re.findall(r'id="one">(.*?)</script>', written)
@@ -88,7 +88,7 @@ def measured() -> Measurement:
     )  # fmt: skip
 
 
-def test_a_run_beside_its_plan(run: Path) -> None:
+def test_a_run_compared_with_its_plan(run: Path) -> None:
     measured().save(run / "measurement.json")
     page = run_page(run)
     assert "Predicted and measured" in page
@@ -97,7 +97,7 @@ def test_a_run_beside_its_plan(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on(run: Path) -> None:
+def test_a_run_in_progress(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     page = run_page(run)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ultrascale.schedules import Action, ActionKind, Schedule, StageTimes
 
 
-def most_held(schedule: Schedule, rank: int) -> int:
+def most_in_flight(schedule: Schedule, rank: int) -> int:
     """From its forward to its backward, or to its weight gradient where the backward is split."""
-    held = most = 0
+    in_flight = most = 0
     for action in schedule.actions[rank]:
-        held += {ActionKind.F: 1, ActionKind.I: 0}.get(action.kind, -1)
-        most = max(most, held)
-    assert held == 0
+        in_flight += {ActionKind.F: 1, ActionKind.I: 0}.get(action.kind, -1)
+        most = max(most, in_flight)
+    assert in_flight == 0
     return most
 
 

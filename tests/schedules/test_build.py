@@ -47,7 +47,7 @@ def test_looped_and_v_shaped_placement() -> None:
 def test_only_dualpipe_pairs_and_always_a_forward_with_a_backward() -> None:
     for name, v in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2), ("zb-v", 2)):
         assert not any(action.paired for actions in build(name, 4, 8, v).actions for action in actions)
-    # m − 2P + r + 1 double pairs (the last rank's very first is left apart) and P − 1 − r single ones.
+    # m − 2P + r + 1 double pairs (without the last rank's first) and P − 1 − r single ones.
     pairs = [sum(action.paired for action in actions) for actions in build("dualpipe-v", 4, 10, 2).actions]
     assert pairs == [2 * 3 + 3, 2 * 4 + 2, 2 * 5 + 1, 2 * 6 - 1]
 
@@ -80,7 +80,7 @@ def test_legal_mask_of_an_unknown_schedule_is_refused() -> None:
 
 
 @given(name=st.sampled_from(SCHEDULES), data=st.data())
-def test_mask_agrees_with_the_sentence(name: str, data: st.DataObject) -> None:
+def test_the_legality_mask_agrees_with_the_error_message(name: str, data: st.DataObject) -> None:
     numbers = st.lists(st.integers(0, 70), min_size=5, max_size=5)
     ranks, microbatches = data.draw(numbers), data.draw(numbers)
     virtual_stages = data.draw(st.lists(st.integers(0, 4), min_size=5, max_size=5))
@@ -94,7 +94,7 @@ def test_mask_agrees_with_the_sentence(name: str, data: st.DataObject) -> None:
     microbatches=st.integers(1, 30),
     virtual_stages=st.integers(1, 4),
 )
-def test_whatever_is_legal_builds_clean(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
+def test_every_legal_schedule_builds_without_lint(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
     if legal(name, ranks, microbatches, virtual_stages) is None:
         assert lint(build(name, ranks, microbatches, virtual_stages)) == []
     else:

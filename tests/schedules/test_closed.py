@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from schedules.references import most_held
+from schedules.references import most_in_flight
 from ultrascale.schedules import (
     SCHEDULES,
     Schedule,
@@ -36,7 +36,7 @@ def schedules(name: str, ranks: int, microbatches: Iterator[int] | range) -> Ite
 def test_in_flight_is_exact(name: str, ranks: int) -> None:
     every = range(1, 4 * ranks + 1) if ranks <= 8 else range(4, 4 * ranks + 1, 4)
     for schedule in schedules(name, ranks, every):
-        listed = [most_held(schedule, rank) for rank in range(ranks)]
+        listed = [most_in_flight(schedule, rank) for rank in range(ranks)]
         m, v = schedule.microbatches, schedule.virtual_stages
         assert in_flight(name, ranks, np.arange(ranks), m, v).tolist() == listed, (m, v)
 
@@ -126,7 +126,7 @@ def test_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_step_is_shorter_than_the_work_of_its_slowest_rank(name: str) -> None:
-    """By which a search drops layouts before it asks for their makespan."""
+    """A search drops layouts by it before it computes their makespan."""
     chance = np.random.default_rng(5)
     for ranks in (2, 3, 8, 32):
         for virtual_stages in VIRTUAL.get(name, (2,)):

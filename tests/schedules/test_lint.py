@@ -27,10 +27,10 @@ def swap(first: Action, second: Action) -> Callable[[list[Action]], None]:
     return change
 
 
-@pytest.mark.parametrize("gone", [Action(F, 1, 2), Action(I, 1, 2), Action(W, 1, 2)])
-def test_missing(gone: Action) -> None:
-    problems = changed(build("zero-bubble", 4, 8), 1, lambda actions: actions.remove(gone))
-    assert problems[0] == f"missing: {gone}"
+@pytest.mark.parametrize("removed", [Action(F, 1, 2), Action(I, 1, 2), Action(W, 1, 2)])
+def test_missing(removed: Action) -> None:
+    problems = changed(build("zero-bubble", 4, 8), 1, lambda actions: actions.remove(removed))
+    assert problems[0] == f"missing: {removed}"
 
 
 def test_missing_backward() -> None:
@@ -56,7 +56,7 @@ def test_weight_gradient_before_input_gradient() -> None:
 
 
 def test_dependency_cycle() -> None:
-    # The first rank asks for its first gradient before it has sent what the last rank is waiting for.
+    # The first rank receives its first gradient before it has sent what the last rank waits for.
     problems = changed(build("afab", 2, 2), 0, swap(Action(F, 0, 1), Action(B, 0, 0)))
     assert problems[0].startswith("dependency cycle: ")
 
@@ -72,7 +72,7 @@ def test_crossed_messages() -> None:
 
 @pytest.mark.parametrize(("name", "crossed"), [("zb-v", 4 + 3 + 2), ("dualpipe-v", 3 + 2)])
 def test_v_schedules_cross_when_receives_are_late(name: str, crossed: int) -> None:
-    # The numbers of swapped messages seen when torch 2.13 runs these with `defer_pp_recv=True` on 4 ranks.
+    # The numbers of swapped messages when torch 2.13 runs these with `defer_pp_recv=True` on 4 ranks.
     problems = lint(build(name, 4, 8, 2), late_receives=True)
     assert sum(int(problem.split(": ")[1].split(" of ")[0]) for problem in problems) == crossed
 

@@ -1,4 +1,4 @@
-"""Activations held along the lists, and what a split backward keeps."""
+"""Live activations along the action lists, and what a split backward keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from ultrascale.schedules import KINDS, ActionKind, build, counts
 
 
-def test_a_split_backward_holds_until_the_weight_gradient() -> None:
+def test_a_split_backward_keeps_activations_until_the_weight_gradient() -> None:
     # The last rank of ZB-H1 puts off P − 1 weight gradients: it holds as much as the first rank, P, not 1 as in 1F1B.
     def peaks(name: str) -> list[float]:
         found = counts(name, 4, 8, 1)

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from schedules.references import most_held
+from schedules.references import most_in_flight
 from ultrascale.schedules import REGISTRY, SCHEDULES, ActionKind, build, counts, deferred, legal, lint
 from ultrascale.schedules.orders import PASSES, V_HALF, V_MIN, BuildingBlock
 from ultrascale.specs import layout
@@ -15,13 +15,13 @@ from ultrascale.specs import layout
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
-def test_a_layout_takes_the_names_of_the_registry() -> None:
+def test_a_layout_accepts_the_names_of_the_registry() -> None:
     assert get_args(layout.ScheduleName) == SCHEDULES
     assert all(spec.name == name for name, spec in REGISTRY.items())
 
 
 @every_schedule
-def test_the_entry_says_what_the_lists_show(name: str) -> None:
+def test_registry_entries_match_the_action_lists(name: str) -> None:
     spec = REGISTRY[name]
     schedule = build(name, 4, 8, spec.least_stages)
     kinds = [[action.kind for action in actions] for actions in schedule.actions]
@@ -48,9 +48,9 @@ def test_controllable_memory(name: str, share: float, ranks: int) -> None:
     for microbatches in (1, 2, ranks, 2 * ranks + 1, 4 * ranks):
         schedule = build(name, ranks, microbatches, 2)
         assert lint(schedule) == []
-        held = [most_held(schedule, rank) for rank in range(ranks)]
-        assert max(held) <= min(share * 2 * ranks + 3, 2 * microbatches)
-    assert max(held) >= share * 2 * ranks
+        in_flight = [most_in_flight(schedule, rank) for rank in range(ranks)]
+        assert max(in_flight) <= min(share * 2 * ranks + 3, 2 * microbatches)
+    assert max(in_flight) >= share * 2 * ranks
 
 
 @pytest.mark.parametrize("block", [V_HALF, V_MIN])
@@ -65,7 +65,7 @@ def test_no_two_passes_of_a_rank_share_a_slot(block: BuildingBlock) -> None:
 def test_deferred_is_no_less_than_the_lists_show(name: str, ranks: int) -> None:
     spec = REGISTRY[name]
     for microbatches in (2 * ranks, 4 * ranks):
-        held = counts(name, ranks, microbatches, spec.least_stages)
-        listed = held.deferred.sum(axis=2).max(axis=1)
+        in_flight = counts(name, ranks, microbatches, spec.least_stages)
+        listed = in_flight.deferred.sum(axis=2).max(axis=1)
         found = deferred(name, ranks, np.arange(ranks), microbatches, spec.least_stages)
         assert found.tolist() == listed.tolist()

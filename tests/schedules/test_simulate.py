@@ -55,7 +55,7 @@ def test_zero_bubble_h1() -> None:
     assert timeline.bubble_s == pytest.approx([3 * (1.0 + 1.2 - 0.8)] * 4)
 
 
-def test_v_schedules_leave_only_the_start_and_the_end() -> None:
+def test_v_schedules_have_bubbles_only_at_start_and_end() -> None:
     schedule = build("zb-v", 4, 8, 2)
     timeline = simulate(schedule, unit(schedule))
     assert timeline.bubble_s == (3.0,) * 4
@@ -95,7 +95,7 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
     assert timeline.makespan_s == 1 + 4 * 2 + 4 * 1 + 1
 
 
-def test_lists_that_wait_for_each_other_are_named() -> None:
+def test_deadlocked_action_lists_are_named() -> None:
     F, B = ActionKind.F, ActionKind.B
     crossed = Schedule(
         "by hand", 2, 1, 2,
@@ -183,15 +183,15 @@ def test_every_action_ends_when_the_reference_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_all_together_take_what_each_takes_alone(name: str) -> None:
+def test_batched_simulations_equal_single_ones(name: str) -> None:
     pipelines = [uneven(shape, seed) for seed, shape in enumerate(SHAPES) if shape[0] == name]
     assert len(pipelines) > 10
     assert makespans(pipelines) == pytest.approx([alone(pipeline) for pipeline in pipelines], rel=1e-13)
 
 
 @given(st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(0, 1000)), max_size=4))
-def test_any_few_together(asked: list[tuple[tuple[str, int, int, int], int]]) -> None:
-    pipelines = [uneven(shape, seed) for shape, seed in asked]
+def test_any_batch_of_simulations_equals_single_ones(cases: list[tuple[tuple[str, int, int, int], int]]) -> None:
+    pipelines = [uneven(shape, seed) for shape, seed in cases]
     assert makespans(pipelines) == pytest.approx([alone(pipeline) for pipeline in pipelines], rel=1e-13)
 
 
@@ -203,6 +203,6 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_as_many_as_are_asked_are_simulated_up_to_the_cap(name: str) -> None:
+def test_microbatches_are_simulated_up_to_the_cap(name: str) -> None:
     pipeline = uneven((name, 4, 64, {"afab": 1, "1f1b": 1}.get(name, 2)), 7)
     assert simulate_makespans([pipeline])[0] == pytest.approx(alone(pipeline), rel=1e-13)

@@ -23,7 +23,7 @@ ANYTHING = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(st.sampled_from
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What was made, or the sentence that says why not; any other exception fails the test."""
+    """The object, or the SpecError's message; any other exception fails the test."""
     try:
         return make(), None
     except SpecError as error:
@@ -109,7 +109,9 @@ def test_a_gpu_written_out_without_sources_is_the_preset_again() -> None:
         ("cluster.yaml", "cluster file cluster.yaml does not exist"),
     ],
 )
-def test_what_is_no_cluster_is_told_what_is(text: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_invalid_cluster_name_gets_a_suggestion(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError) as caught:
         Cluster.load(text)
@@ -118,7 +120,7 @@ def test_what_is_no_cluster_is_told_what_is(text: str, says: str, monkeypatch: p
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 5000))
-def test_a_number_of_gpus_is_that_many_or_a_sentence(kind: str, gpus: int) -> None:
+def test_a_number_of_gpus_is_parsed_or_refused(kind: str, gpus: int) -> None:
     whole = gpus and (gpus <= GPU.load(kind).gpus_per_node or gpus % GPU.load(kind).gpus_per_node == 0)
     cluster, sentence = attempt(lambda: Cluster.load(f"{gpus}x{kind}"))
     assert (cluster is not None) == bool(whole)
@@ -126,14 +128,14 @@ def test_a_number_of_gpus_is_that_many_or_a_sentence(kind: str, gpus: int) -> No
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 64), st.integers(1, 64))
-def test_nodes_by_gpus_is_their_product(kind: str, nodes: int, per_node: int) -> None:
+def test_nodes_by_gpus_are_multiplied(kind: str, nodes: int, per_node: int) -> None:
     cluster = Cluster.load(f"{nodes}x{per_node} {kind}")
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, per_node)
     assert 1 <= cluster.fast_domain <= cluster.gpus
 
 
 @given(st.sampled_from(["64xh100", "72xgb200", "2x6 h100", "8xrtx4090", "1xa100"]), st.integers(-2, 600))
-def test_resizing_keeps_the_machine_room(start: str, gpus: int) -> None:
+def test_resizing_keeps_hardware_and_network(start: str, gpus: int) -> None:
     cluster = Cluster.load(start)
     other, sentence = attempt(lambda: cluster.resized(gpus))
     if other is None:
@@ -152,7 +154,7 @@ def test_resizing_to_the_same_size_changes_nothing() -> None:
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from([*Cluster.model_fields, "gpus", "kind", "x"]), ANYTHING, max_size=6))
-def test_any_mapping_is_a_cluster_or_a_sentence(data: dict[str, Any]) -> None:
+def test_any_mapping_is_a_cluster_or_an_error(data: dict[str, Any]) -> None:
     for fields in (data, {"gpu": "h100", **data}, {"gpu": {"kind": "h100", **data}}):
         cluster, sentence = attempt(lambda fields=fields: Cluster.from_mapping(fields))  # type: ignore[misc]
         assert cluster.gpus >= 1 if cluster else sentence
@@ -160,6 +162,6 @@ def test_any_mapping_is_a_cluster_or_a_sentence(data: dict[str, Any]) -> None:
 
 @settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from([*Cluster.model_fields, "x"]), ANYTHING, max_size=6))
-def test_any_mapping_given_to_build_is_a_cluster_or_a_sentence(data: dict[str, Any]) -> None:
+def test_any_mapping_given_to_build_is_a_cluster_or_an_error(data: dict[str, Any]) -> None:
     cluster, sentence = attempt(lambda: build(Cluster, {**dict(Cluster.load("8xh100")), **data}, "cluster"))
     assert cluster.gpus >= 1 if cluster else sentence

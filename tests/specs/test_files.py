@@ -62,7 +62,7 @@ def test_a_broken_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, co
     assert says in str(caught.value)
 
 
-def test_missing_folders_and_large_files_are_told_apart(tmp_path: Path) -> None:
+def test_missing_files_folders_and_large_files_have_their_own_errors(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="does not exist"):
         read_mapping(tmp_path / "none.yaml", "plan")
     with pytest.raises(SpecError, match="is a folder"):
@@ -79,13 +79,13 @@ def test_a_short_number_in_base_60_is_still_one(tmp_path: Path) -> None:
     assert read_mapping(tmp_path / "a.yaml", "model") == {"a": 90}
 
 
-class CountedKey(str):
+class ComparisonCountingKey(str):
     """A key that counts how often it is compared."""
 
     compared = 0
 
     def __eq__(self, other: object) -> bool:
-        CountedKey.compared += 1
+        ComparisonCountingKey.compared += 1
         return str.__eq__(self, other)
 
     __hash__ = str.__hash__
@@ -94,11 +94,11 @@ class CountedKey(str):
 def test_a_field_given_twice_among_many_is_found_in_linear_time(tmp_path: Path) -> None:
     """Comparing each with each would take 10 ** 10 comparisons of keys."""
     names = [f"k{number}" for number in range(140_000)]
-    pairs: list[tuple[str, Any]] = [(CountedKey(name), 0) for name in [*names, names[-1]]]
-    CountedKey.compared = 0
+    pairs: list[tuple[str, Any]] = [(ComparisonCountingKey(name), 0) for name in [*names, names[-1]]]
+    ComparisonCountingKey.compared = 0
     with pytest.raises(ValueError, match=f"the field '{names[-1]}' is given twice"):
         files._unique_keys(pairs)
-    assert CountedKey.compared < len(names)
+    assert ComparisonCountingKey.compared < len(names)
     file = tmp_path / "a.json"
     file.write_text("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}")
     with pytest.raises(SpecError, match=f"the field '{names[-1]}' is given twice"):
@@ -123,13 +123,13 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read(place)
 
 
-def test_a_bound_holds_whatever_a_file_says_of_its_size(tmp_path: Path) -> None:
+def test_the_size_limit_holds_whatever_size_a_file_reports(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     assert files.read_bytes(tmp_path / "a", 5) == b"12345"
     with pytest.raises(files.FileTooLargeError, match="5 bytes, more than 4"):
         files.read_bytes(tmp_path / "a", 4)
     with pytest.raises(files.FileTooLargeError):
-        files.read_bytes("/proc/self/maps", 10)  # says that it has 0
+        files.read_bytes("/proc/self/maps", 10)  # reports a size of 0
     with pytest.raises(OSError, match="null"):
         files.read_bytes("a\0b")
 
@@ -163,7 +163,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["plan.yaml"]
 
 
-def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Engines: presets load, each field pulls time and memory the way it says, and a plan keeps its engine."""
+"""Engines: presets load, each field changes time and memory as documented, and a plan keeps its engine."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def predicted(case: str, **fields: Any) -> Estimate:
 
 
 @pytest.mark.parametrize("name", sorted(Framework.presets()))
-def test_a_preset_loads_by_its_name_and_says_what_it_is(name: str) -> None:
+def test_a_preset_loads_by_name_with_a_description(name: str) -> None:
     one = Framework.load(name)
     assert one.name == name
     assert len(one.source.split()) >= 3
 
 
-def test_the_engines_that_the_project_promises_are_there() -> None:
+def test_promised_engines_exist() -> None:
     promised = {"ultrascale", "torchtitan", "megatron-core", "megatron-2021", "nanotron", "deepspeed", "fsdp1-eager"}
     assert promised <= set(Framework.presets())
 
@@ -77,7 +77,7 @@ def test_names_are_read_without_case_or_spaces() -> None:
 
 
 @pytest.mark.parametrize(("name", "near"), [("megatron-cor", "megatron-core"), ("torchtitn", "torchtitan"), ("foo", "known: ")])
-def test_an_unknown_name_is_told_the_nearest(name: str, near: str) -> None:
+def test_an_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
     with pytest.raises(SpecError, match=f"framework '{name}' is not known: .*{near}"):
         Framework.load(name)
 
@@ -143,7 +143,7 @@ def test_every_engine_runs_every_kind_of_job_no_faster_than_a_third_of_ours(name
         ("selective", {"selective": "cheap"}, {"selective": "half"}),
     ],
 )
-def test_which_is_faster(case: str, fast: dict[str, Any], slow: dict[str, Any]) -> None:
+def test_faster_settings_shorten_the_step(case: str, fast: dict[str, Any], slow: dict[str, Any]) -> None:
     assert predicted(case, **fast).step_time_s < predicted(case, **slow).step_time_s
 
 
@@ -162,7 +162,7 @@ def test_which_is_faster(case: str, fast: dict[str, Any], slow: dict[str, Any]) 
         ("selective", {"selective": "half"}, {"selective": "cheap"}),
     ],
 )
-def test_which_holds_less(case: str, less: dict[str, Any], more: dict[str, Any]) -> None:
+def test_smaller_settings_need_less_memory(case: str, less: dict[str, Any], more: dict[str, Any]) -> None:
     assert predicted(case, **less).peak_gib < predicted(case, **more).peak_gib
 
 
@@ -181,7 +181,7 @@ def test_which_holds_less(case: str, less: dict[str, Any], more: dict[str, Any])
         ("tensor", {"overlap": 0.0}),  # one replica
     ],
 )
-def test_a_field_changes_nothing_where_there_is_nothing_of_its_kind(case: str, fields: dict[str, Any]) -> None:
+def test_a_field_does_not_change_jobs_without_its_technique(case: str, fields: dict[str, Any]) -> None:
     before, after = predicted(case), predicted(case, **fields)
     assert after.step_time_s == before.step_time_s
     assert after.peak_gib == before.peak_gib
@@ -190,21 +190,21 @@ def test_a_field_changes_nothing_where_there_is_nothing_of_its_kind(case: str, f
 def test_unbalanced_stages_have_equal_layers_and_balanced_ones_spare_the_head() -> None:
     even = [stage.layers for stage in predicted("pipeline", stage_split="layers").memory]
     spared = [stage.layers for stage in predicted("pipeline", stage_split="balanced").memory]
-    counted = [stage.layers for stage in predicted("pipeline", stage_split="layers-and-head").memory]
+    layers = [stage.layers for stage in predicted("pipeline", stage_split="layers-and-head").memory]
     assert even == [8, 8, 8, 8]
     assert sum(spared) == 32
     assert spared[-1] < 8
-    assert sum(counted) == 32
-    assert counted[-1] == 8  # 33 over four: the first three have eight or nine, the last eight with the head as its ninth
+    assert sum(layers) == 32
+    assert layers[-1] == 8  # 33 over four: the first three have eight or nine, the last eight with the head as its ninth
 
 
-def test_an_exchange_in_pieces_leaves_one_of_them_to_see() -> None:
-    """tp = 8: an eighth has nothing to hide behind, the rest slows matmuls; without sequence parallelism nothing is cut."""
+def test_chunked_tensor_overlap_exposes_one_chunk() -> None:
+    """tp = 8: an eighth is exposed, the rest slows matmuls; without sequence parallelism nothing is chunked."""
     whole, pieced = (predicted("tensor", transformer_engine=engine).time.tensor_s for engine in (False, True))
     assert whole / 8 < pieced < whole
 
 
-def test_fp8_inputs_are_smaller_where_products_are_in_fp8() -> None:
+def test_fp8_inputs_are_smaller_where_matmuls_are_in_fp8() -> None:
     model, cluster, seq, layout = CASES["one node"]
     peaks = []
     for kept in (False, True):
@@ -220,8 +220,8 @@ def test_fp8_inputs_are_smaller_where_products_are_in_fp8() -> None:
     assert peaks[1] < peaks[0]
 
 
-def test_another_micro_batch_hides_seven_tenths_of_an_expert_exchange() -> None:
-    whole, hidden = (predicted("experts", expert_overlap=way).time.expert_s for way in ("none", "microbatches"))
+def test_micro_batch_overlap_hides_70_percent_of_expert_all_to_all() -> None:
+    whole, hidden = (predicted("experts", expert_overlap=overlap).time.expert_s for overlap in ("none", "microbatches"))
     assert hidden == pytest.approx(0.3 * whole)
 
 
@@ -270,32 +270,32 @@ def planned(engine: Framework) -> Plan:
     return plan(job, top=1).plans[0]
 
 
-def test_a_plan_names_the_engine_it_was_made_for(tmp_path: Path) -> None:
-    made = planned(Framework.load("megatron-core"))
-    again = Plan.load(made.save(tmp_path / "plan.yaml"))
-    assert made.to_mapping()["job"]["framework"] == "megatron-core"
-    assert again.job == made.job
-    assert estimate(again.job, again.layout) == estimate(made.job, made.layout)
+def test_a_plan_names_its_engine(tmp_path: Path) -> None:
+    saved = planned(Framework.load("megatron-core"))
+    again = Plan.load(saved.save(tmp_path / "plan.yaml"))
+    assert saved.to_mapping()["job"]["framework"] == "megatron-core"
+    assert again.job == saved.job
+    assert estimate(again.job, again.layout) == estimate(saved.job, saved.layout)
 
 
 @pytest.mark.parametrize("changes", [{"elementwise": 2.5}, {"elementwise": 1.0}, {"loss": "fused", "name": "my fork"}])
 def test_a_plan_keeps_a_changed_engine_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Also where a change is back to the default of the class, which the preset's name alone would undo."""
     engine = Framework.load("megatron-core").model_copy(update=changes)
-    made = planned(engine)
-    again = Plan.load(made.save(tmp_path / "plan.yaml"))
+    saved = planned(engine)
+    again = Plan.load(saved.save(tmp_path / "plan.yaml"))
     assert again.job.framework == engine
-    assert again.job == made.job
+    assert again.job == saved.job
 
 
-def test_an_unknown_engine_in_a_plan_is_told_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_engine_in_a_plan_suggests_the_nearest(tmp_path: Path) -> None:
     mapping = planned(Framework.load("nanotron")).to_mapping()
     mapping["job"]["framework"] = "nanotorn"
     with pytest.raises(SpecError, match="did you mean 'nanotron'"):
         Plan.from_mapping(mapping)
 
 
-def test_an_unknown_field_of_an_engine_in_a_plan_is_told_the_nearest() -> None:
+def test_an_unknown_engine_field_in_a_plan_suggests_the_nearest() -> None:
     mapping = planned(Framework.load("nanotron")).to_mapping()
     mapping["job"]["framework"] = {"name": "mine", "elementwize": 2.0}
     with pytest.raises(SpecError, match=r"elementwize.*did you mean 'elementwise'"):
@@ -307,7 +307,7 @@ SMALL = ["plan", "llama-3.2-1b", "--cluster", "8xh100", "--batch-tokens", "256k"
 
 @pytest.mark.quick_cases(every=4)
 @pytest.mark.parametrize("name", ["megatron-core", "megatron-2021", "torchtitan", "nanotron"])
-def test_a_plan_for_another_engine_is_made_and_is_slower_than_for_a_compiled_one(run: Run, tmp_path: Path, name: str) -> None:
+def test_a_plan_for_another_engine_is_not_faster_than_ours(run: Run, tmp_path: Path, name: str) -> None:
     code, out, _ = run(*SMALL, "--framework", name, "--json", "-o", tmp_path / "plan.yaml")
     assert code == 0
     theirs = json.loads(out)["plans"][0]["estimate"]["step_time_s"]

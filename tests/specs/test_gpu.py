@@ -1,4 +1,4 @@
-"""GPU: every number has a source, the peaks are dense and ordered, and unknown names are told the nearest."""
+"""GPU: every number has a source, the peaks are dense and ordered, and unknown names get a suggestion."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_number_has_a_source(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_borrowed_surface_says_why(name: str) -> None:
+def test_a_borrowed_surface_has_a_reason(name: str) -> None:
     gpu = GPU.load(name)
     assert bool(gpu.surface_note) == (name not in OWN_SURFACE)
     assert (gpu.surface is None) == (name == "cpu")
@@ -100,7 +100,7 @@ def test_a_domain_and_a_node_divide_each_other() -> None:
         assert large % small == 0
 
 
-def test_memory_is_what_a_process_sees_not_what_the_box_says() -> None:
+def test_memory_is_what_a_process_can_use_not_the_nominal_size() -> None:
     printed_gb = {"v100": 32, "a100-40": 40, "a100-80": 80, "h100": 80, "h200": 141, "b200": 180, "gb200": 186}
     for name, size in printed_gb.items():
         assert 0.97 * size < GPU.load(name).memory_gib < size
@@ -116,7 +116,7 @@ def test_aliases_and_case(alias: str, name: str) -> None:
     assert set(_index().values()) == set(GPU.presets())
 
 
-def test_an_unknown_gpu_is_told_the_nearest() -> None:
+def test_an_unknown_gpu_suggests_the_nearest() -> None:
     with pytest.raises(SpecError, match="gpu 'h10' is not a known kind: did you mean 'h100'"):
         GPU.load("h10")
 
@@ -140,7 +140,7 @@ def test_a_gpu_survives_a_round_trip_and_can_be_a_key() -> None:
         ({"price_per_gpu_hour_usd": -1}, "gpu.price_per_gpu_hour_usd is -1 but must be at least 0: try 2.5"),
     ],
 )
-def test_each_mistake_gets_a_sentence(change: dict[str, Any], sentence: str) -> None:
+def test_each_mistake_has_an_error(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         build(GPU, {**GPU.load("h100").model_dump(), **change}, "gpu")
     assert str(caught.value).startswith(sentence)

@@ -1,4 +1,4 @@
-"""HF configs: each family's published config.json gives the preset's exact count; what cannot be said is refused."""
+"""HF configs: each family's published config.json gives the preset's exact count; what cannot be expressed is refused."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ CONFIGS: dict[str, Config] = {
 def test_a_published_config_gives_the_preset(name: str) -> None:
     preset, imported = Model.load(name), Model.from_hf(CONFIGS[name], name)
     assert imported.parameters == preset.parameters
-    told_elsewhere = {"source", "max_positions"}
-    assert imported.model_dump(exclude=told_elsewhere) == preset.model_dump(exclude=told_elsewhere)
+    not_in_config = {"source", "max_positions"}
+    assert imported.model_dump(exclude=not_in_config) == preset.model_dump(exclude=not_in_config)
 
 
 def test_every_family_is_tested() -> None:
@@ -143,7 +143,7 @@ def test_qwen2_moe_by_hand() -> None:
     assert round(model.active_parameters / 1e9, 1) == 2.7  # And its activated parameters.
 
 
-def test_the_name_is_the_callers_or_the_configs_or_the_familys() -> None:
+def test_the_name_is_from_caller_config_or_family() -> None:
     gpt2 = CONFIGS["gpt2"]
     assert Model.from_hf(gpt2, "mine").name == "mine"
     assert Model.from_hf({**gpt2, "_name_or_path": "me/small"}).name == "me/small"
@@ -159,7 +159,7 @@ def test_keys_that_newer_releases_write() -> None:
     assert Model.from_hf(v3).parameters == Model.load("deepseek-v3").parameters
 
 
-def test_what_a_config_leaves_out_is_the_classs_default() -> None:
+def test_missing_config_keys_have_the_classs_defaults() -> None:
     bare = {key: value for key, value in CONFIGS["llama-2-7b"].items() if key != "num_key_value_heads"}
     assert Model.from_hf(bare).kv_heads == 32
     qwen3 = {key: value for key, value in CONFIGS["qwen3-0.6b"].items() if key != "head_dim"}
@@ -239,7 +239,7 @@ def test_sliding_windows() -> None:
         ("smollm3-3b", {"use_sliding_window": True}, "config.use_sliding_window is true but only false"),
     ],
 )
-def test_what_cannot_be_read_gets_a_sentence(name: str, change: Config, sentence: str) -> None:
+def test_unreadable_configs_have_clear_errors(name: str, change: Config, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         Model.from_hf({**CONFIGS[name], **change})
     assert sentence in str(caught.value)
@@ -254,7 +254,7 @@ def test_what_cannot_be_read_gets_a_sentence(name: str, change: Config, sentence
         {"hidden_act": "relu"},
     ],
 )
-def test_nobody_is_told_to_take_what_computes_something_else(change: Config) -> None:
+def test_nothing_is_suggested_that_computes_something_else(change: Config) -> None:
     with pytest.raises(SpecError) as caught:
         Model.from_hf({**CONFIGS["llama-2-7b"], **change})
     assert "try " not in str(caught.value)

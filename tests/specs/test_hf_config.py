@@ -13,7 +13,7 @@ from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.model import ROPE_FIELDS, Model
 
-TOLD_ELSEWHERE = {"name", "source"}
+NOT_IN_CONFIG = {"name", "source"}
 TINY, GPT2 = Model.load("tiny"), Model.load("gpt2")
 
 
@@ -111,16 +111,16 @@ def experts(draw: st.DrawFn, family: str, fields: dict[str, Any]) -> dict[str, A
 @given(models())
 def test_what_is_written_reads_back_as_the_model(model: Model) -> None:
     back = Model.from_hf(config_of(model, "bf16"))
-    assert back.model_dump(exclude=TOLD_ELSEWHERE) == model.model_dump(exclude=TOLD_ELSEWHERE)
+    assert back.model_dump(exclude=NOT_IN_CONFIG) == model.model_dump(exclude=NOT_IN_CONFIG)
 
 
 DENSE = [name for name, model in Model.presets().items() if model.moe is None and model.mla is None]
-# A preset of a family of its own whose layers are partly without positions is said as the Llama that the engine trains.
+# A preset of a family of its own whose layers are partly without positions is written as the Llama that the engine trains.
 FAMILY = {"llama": "llama", "tiny": "llama", "mistral-7b": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE if name.startswith(tuple(FAMILY))])
-def test_a_preset_goes_out_as_its_own_family(name: str) -> None:
+def test_a_preset_is_written_as_its_own_family(name: str) -> None:
     model = Model.load(name)
     config = config_of(model, "fp32")
     expected = next(family for start, family in FAMILY.items() if name.startswith(start))
@@ -155,7 +155,7 @@ def test_a_preset_goes_out_as_its_own_family(name: str) -> None:
         (GPT2, {"sliding_window": 64}, "sliding_window"),
     ],
 )
-def test_what_no_family_can_say_is_refused_by_its_field(base: Model, change: dict[str, Any], field: str) -> None:
+def test_inexpressible_models_are_refused_by_field(base: Model, change: dict[str, Any], field: str) -> None:
     with pytest.raises(SpecError, match=rf"^model\.{field} is .*: .*; try ") as refused:
         config_of(base.model_copy(update=change), "bf16")
     assert "\n" not in str(refused.value)

@@ -25,7 +25,7 @@ def job(**fields: Any) -> Job:
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What was made, or the sentence that says why not; any other exception fails the test."""
+    """The object, or the SpecError's message; any other exception fails the test."""
     try:
         return make(), None
     except SpecError as error:
@@ -56,13 +56,13 @@ def test_a_batch_is_the_nearest_whole_number_of_sequences(seq: int, batch: int) 
         ({"dropout": "yes"}, "job.dropout is 'yes' but must be true or false: try false"),
     ],
 )
-def test_each_mistake_gets_a_sentence(fields: dict[str, Any], says: str) -> None:
+def test_each_mistake_has_an_error(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(**fields)
     assert str(caught.value).startswith(says)
 
 
-def test_the_precisions_advised_can_be_asked_for() -> None:
+def test_advised_precisions_are_valid() -> None:
     with pytest.raises(SpecError) as caught:
         job(cluster=Cluster.load("8xa100"), precision="fp8")
     advised = str(caught.value).split("try ")[1].split(" or ")
@@ -80,13 +80,13 @@ def test_one_field_changes_and_the_rest_stays() -> None:
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from([*Job.model_fields, "sequence"]), ANYTHING, max_size=5))
-def test_any_mapping_is_a_job_or_a_sentence(data: dict[str, Any]) -> None:
-    made, sentence = attempt(lambda: job(**data))
-    assert made.sequences >= 1 if made else str(sentence).startswith("job")
+def test_any_mapping_is_a_job_or_an_error(data: dict[str, Any]) -> None:
+    built, sentence = attempt(lambda: job(**data))
+    assert built.sequences >= 1 if built else str(sentence).startswith("job")
 
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from([*Model.model_fields, "layer"]), ANYTHING, max_size=6))
-def test_any_mapping_is_a_model_or_a_sentence(data: dict[str, Any]) -> None:
-    made, sentence = attempt(lambda: build(Model, {**dict(GPT2), **data}, "model"))
-    assert made.parameters > 0 if made else str(sentence).startswith("model")
+def test_any_mapping_is_a_model_or_an_error(data: dict[str, Any]) -> None:
+    built, sentence = attempt(lambda: build(Model, {**dict(GPT2), **data}, "model"))
+    assert built.parameters > 0 if built else str(sentence).startswith("model")

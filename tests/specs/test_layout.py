@@ -40,7 +40,7 @@ ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What was made, or the sentence that says why not; any other exception fails the test."""
+    """The object, or the SpecError's message; any other exception fails the test."""
     try:
         return make(), None
     except SpecError as error:
@@ -76,7 +76,7 @@ def test_the_short_form_names_every_degree_above_one(layout: Layout) -> None:
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from([*Layout.model_fields, "tpp", ""]), ANYTHING, max_size=5))
-def test_any_mapping_is_a_layout_or_a_sentence(data: dict[str, Any]) -> None:
+def test_any_mapping_is_a_layout_or_an_error(data: dict[str, Any]) -> None:
     layout, sentence = attempt(lambda: build(Layout, data, "layout"))
     if layout is None:
         assert str(sentence).startswith("layout")
@@ -86,7 +86,7 @@ def test_any_mapping_is_a_layout_or_a_sentence(data: dict[str, Any]) -> None:
 
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(Layout.model_fields)), st.text(max_size=10))
-def test_any_text_is_a_value_or_a_sentence(field: str, text: str) -> None:
+def test_any_text_is_a_value_or_an_error(field: str, text: str) -> None:
     layout, sentence = attempt(lambda: build(Layout, {field: field_value(field, text)}, "layout"))
     assert layout or str(sentence).startswith(f"layout.{field} is ")
 
@@ -104,14 +104,14 @@ def test_any_text_is_a_value_or_a_sentence(field: str, text: str) -> None:
         ("gas", "9" * 5000, "layout.gas is '999"),
     ],
 )
-def test_a_wrong_value_gets_a_sentence(field: str, text: str, says: str) -> None:
+def test_a_wrong_value_has_an_error(field: str, text: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         field_value(field, text)
     assert str(caught.value).startswith(says)
     assert len(str(caught.value)) < 300
 
 
-def test_words_may_be_written_in_any_case_and_shards_left_open() -> None:
+def test_values_are_case_insensitive_and_shards_optional() -> None:
     assert field_value("schedule", "1F1B") == "1f1b"
     assert field_value("sequence_parallel", "No") is False
     assert field_value("zero_shards", "all") is None

@@ -1,4 +1,4 @@
-"""Model: exact parameter counts of every preset, the groups they are made of, loading, and errors that help."""
+"""Model: exact parameter counts of every preset, their groups, loading, and helpful errors."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_names_are_found_by_alias_and_in_any_case(alias: str, name: str) -> None
     assert alias.lower() in Model.preset_names()
 
 
-def test_aliases_lead_to_presets_and_hide_none() -> None:
+def test_aliases_name_presets_and_shadow_none() -> None:
     index = _preset_index()
     assert set(index.values()) == set(Model.presets())
     assert all(index[name] == name == name.lower() for name in Model.presets())
@@ -258,7 +258,7 @@ def test_load_reads_yaml_and_hf_files(tmp_path: Path) -> None:
         ("x" * 5000, "neither a preset nor a file"),
     ],
 )
-def test_an_unknown_name_is_told_the_nearest(ref: str, says: str) -> None:
+def test_an_unknown_name_suggests_the_nearest(ref: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         Model.load(ref)
 
@@ -281,7 +281,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, text: s
         Model.load(tmp_path / name)
 
 
-def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_config_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"has no config\.json"):
         Model.load(tmp_path)
 
@@ -363,7 +363,7 @@ def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
         ({"mla": {}}, "model.mla.kv_lora_rank is missing: give it, e.g. 512; model.mla.qk_nope_head_dim is missing"),
     ],
 )
-def test_each_mistake_gets_a_sentence(change: dict[str, Any], sentence: str) -> None:
+def test_each_mistake_has_an_error(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         build(Model, {**FIELDS, **change}, "model")
     assert sentence in str(caught.value)
@@ -380,7 +380,7 @@ MLA = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_
         ({"qkv_bias": True}, "model.qkv_bias is true but mla has no such parameters: try false"),
     ],
 )
-def test_latent_attention_refuses_what_it_has_not(change: dict[str, Any], sentence: str) -> None:
+def test_latent_attention_refuses_unsupported_fields(change: dict[str, Any], sentence: str) -> None:
     assert build(Model, {**FIELDS, "mla": MLA}, "model").head_dim == 12
     with pytest.raises(SpecError) as caught:
         build(Model, {**FIELDS, "mla": MLA, **change}, "model")
@@ -428,7 +428,7 @@ def test_build_names_nested_fields(data: Any, sentence: str) -> None:
     assert str(caught.value).startswith(sentence)
 
 
-def test_build_passes_a_validators_own_sentence_on_unchanged() -> None:
+def test_build_keeps_a_validators_message() -> None:
     with pytest.raises(SpecError) as caught:
         build(Tree, {"leaves": [{"size": 1}, {"size": 2}]}, "tree")
     assert str(caught.value) == "tree.leaves has 2 entries: try 1"

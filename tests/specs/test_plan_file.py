@@ -15,7 +15,7 @@ from ultrascale.specs.estimate import CAUSES, OWNERS
 
 
 @pytest.fixture(scope="module")
-def made() -> Plan:
+def example_plan() -> Plan:
     job = Job(
         model=Model.load("llama-3.2-1b"),
         cluster=Cluster.load("8xh100"),
@@ -27,8 +27,8 @@ def made() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def mapping(made: Plan) -> dict[str, Any]:
-    return made.to_mapping()
+def mapping(example_plan: Plan) -> dict[str, Any]:
+    return example_plan.to_mapping()
 
 
 def near(left: Any, right: Any) -> bool:
@@ -40,33 +40,33 @@ def near(left: Any, right: Any) -> bool:
     return left == pytest.approx(right, rel=1e-5) if isinstance(left, float) else bool(left == right)
 
 
-def test_a_plan_reads_back_equal(made: Plan, tmp_path: Path) -> None:
-    again = Plan.load(made.save(tmp_path / "plan.yaml"))
-    assert (again.job, again.layout, again.reasons) == (made.job, made.layout, made.reasons)
-    assert near(again.estimate.model_dump(), made.estimate.model_dump())
-    assert [one.layout for one in again.rejected] == [one.layout for one in made.rejected]
+def test_a_plan_reads_back_equal(example_plan: Plan, tmp_path: Path) -> None:
+    again = Plan.load(example_plan.save(tmp_path / "plan.yaml"))
+    assert (again.job, again.layout, again.reasons) == (example_plan.job, example_plan.layout, example_plan.reasons)
+    assert near(again.estimate.model_dump(), example_plan.estimate.model_dump())
+    assert [one.layout for one in again.rejected] == [one.layout for one in example_plan.rejected]
 
 
-def test_a_reloaded_plan_predicts_the_same_numbers(made: Plan, tmp_path: Path) -> None:
-    again = Plan.load(made.save(tmp_path / "plan.yaml"))
-    assert estimate(again.job, again.layout) == estimate(made.job, made.layout)
+def test_a_reloaded_plan_predicts_the_same_numbers(example_plan: Plan, tmp_path: Path) -> None:
+    again = Plan.load(example_plan.save(tmp_path / "plan.yaml"))
+    assert estimate(again.job, again.layout) == estimate(example_plan.job, example_plan.layout)
 
 
-def test_a_file_saved_twice_is_the_same(made: Plan, tmp_path: Path) -> None:
-    first = made.save(tmp_path / "one.yaml").read_text()
+def test_a_file_saved_twice_is_the_same(example_plan: Plan, tmp_path: Path) -> None:
+    first = example_plan.save(tmp_path / "one.yaml").read_text()
     assert Plan.load(tmp_path / "one.yaml").save(tmp_path / "two.yaml").read_text() == first
     assert first.startswith("# A plan of ultrascale")
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "gpt2", "qwen3-0.6b"])
 @pytest.mark.parametrize("cluster", ["8xh100", "72xgb200", "8xmi300x"])
-def test_every_kind_of_job_reads_back_equal(made: Plan, name: str, cluster: str) -> None:
-    job = made.job.changed(model=Model.load(name), cluster=Cluster.load(cluster), seq=1024)
-    again = Plan.from_mapping(yaml.safe_load(yaml.safe_dump(made.model_copy(update={"job": job}).to_mapping())))
+def test_every_kind_of_job_reads_back_equal(example_plan: Plan, name: str, cluster: str) -> None:
+    job = example_plan.job.changed(model=Model.load(name), cluster=Cluster.load(cluster), seq=1024)
+    again = Plan.from_mapping(yaml.safe_load(yaml.safe_dump(example_plan.model_copy(update={"job": job}).to_mapping())))
     assert again.job == job
 
 
-def test_overridden_hardware_reads_back_equal(made: Plan) -> None:
+def test_overridden_hardware_reads_back_equal(example_plan: Plan) -> None:
     cluster = Cluster.from_mapping(
         {
             "gpu": {"kind": "h100", "memory_gib": 94},
@@ -75,14 +75,16 @@ def test_overridden_hardware_reads_back_equal(made: Plan) -> None:
             "price_per_gpu_hour_usd": 2,
         }
     )
-    again = Plan.from_mapping(made.model_copy(update={"job": made.job.changed(cluster=cluster)}).to_mapping()).job.cluster
+    again = Plan.from_mapping(
+        example_plan.model_copy(update={"job": example_plan.job.changed(cluster=cluster)}).to_mapping()
+    ).job.cluster
     assert (again.gpu.memory_gib, again.network_gb_s, again.price_per_gpu_hour_usd) == (94, 25, 2)
     assert again.efficiency == cluster.efficiency
 
 
-def test_a_plan_may_name_its_model_and_cluster(mapping: dict[str, Any], made: Plan) -> None:
+def test_a_plan_may_name_its_model_and_cluster(mapping: dict[str, Any], example_plan: Plan) -> None:
     short = {**mapping, "job": {**mapping["job"], "model": "llama-3.2-1b", "cluster": "8xh100"}}
-    assert Plan.from_mapping(short).job == made.job
+    assert Plan.from_mapping(short).job == example_plan.job
 
 
 def test_memory_and_time_add_up_in_the_file(mapping: dict[str, Any]) -> None:

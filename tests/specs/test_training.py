@@ -31,12 +31,12 @@ def test_every_field_is_described() -> None:
     assert all(field.description for field in Training.model_fields.values())
 
 
-def test_it_goes_through_yaml_and_back() -> None:
+def test_it_survives_a_yaml_round_trip() -> None:
     training = Training(steps=7, log=("wandb",), warmup_steps=2, lr=1e-3)
     assert build(Training, yaml.safe_load(yaml.safe_dump(training.model_dump(mode="json"))), "train") == training
 
 
-def test_yaml_takes_a_power_of_ten_for_text_and_we_do_not() -> None:
+def test_powers_of_ten_without_a_dot_are_numbers() -> None:
     assert build(Training, yaml.safe_load("lr: 1e-3\neps: 1e-10"), "train") == Training(lr=1e-3, eps=1e-10)
     with pytest.raises(SpecError, match=r"train.lr is '0.001' but must be a number greater than 0: try 0.0003"):
         build(Training, {"lr": "0.001"}, "train")
@@ -57,7 +57,7 @@ def test_yaml_takes_a_power_of_ten_for_text_and_we_do_not() -> None:
         ({"log": 3}, "train.log is 3 but must be a list"),
     ],
 )
-def test_mistakes_are_told_with_a_value_that_works(fields: dict[str, Any], sentence: str) -> None:
+def test_errors_name_a_value_that_works(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         build(Training, fields, "train")
 
@@ -94,9 +94,9 @@ def test_the_value_that_a_refusal_names_works() -> None:
     ],
 )
 def test_text_becomes_a_value(field: str, text: str, value: Any) -> None:
-    seen = training_value(field, text)
-    assert seen == value
-    assert type(seen) is type(value)
+    parsed = training_value(field, text)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_text_that_is_no_value_is_refused(field: str, text: str, sentence: str) 
 
 
 @given(field=st.sampled_from(sorted(Training.model_fields)), text=st.text(max_size=12))
-def test_any_text_is_a_value_or_a_sentence(field: str, text: str) -> None:
+def test_any_text_is_a_value_or_an_error(field: str, text: str) -> None:
     sentence = ""
     try:
         training_value(field, text)

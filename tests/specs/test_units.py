@@ -80,7 +80,7 @@ def test_suffixes_multiply(value: int, suffix: str) -> None:
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_number_or_a_sentence(text: str) -> None:
+def test_any_text_is_a_number_or_an_error(text: str) -> None:
     try:
         value, sentence = tokens(text, "x"), "x is "
     except SpecError as error:
@@ -89,7 +89,7 @@ def test_any_text_is_a_number_or_a_sentence(text: str) -> None:
     assert sentence.startswith("x is ")
 
 
-def test_words_keep_three_digits_and_the_unit() -> None:
+def test_formatted_numbers_have_three_digits_and_a_unit() -> None:
     assert gib(3 * 2**30) == "3.00 GiB"
     assert (seconds(11.654), seconds(0.0123), seconds(4.2e-5), seconds(0)) == ("11.65 s", "12.3 ms", "42.0 µs", "0.00 s")
     assert (count(8.03e9), count(1.01e12), count(999), count(2e15)) == ("8.03 B", "1.01 T", "999", "2,000 T")

@@ -1,4 +1,4 @@
-"""An address says what a page shows, and nothing in it reaches the disk."""
+"""An address encodes what a page shows, and nothing in it reaches the disk."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ultrascale import Layout, Model, SpecError
 from ultrascale.studio.address import LONGEST, PlannerQuery, pasted
 
 
-def test_an_address_goes_there_and_back() -> None:
+def test_an_address_survives_the_round_trip() -> None:
     ask = PlannerQuery(model="llama-3-70b", nodes="16", seq="4096", fix="tp=8,pp=2", layout="mbs=2", theme="dark")
     assert PlannerQuery.from_query(dict(parse_qsl(ask.query()))) == ask
     assert PlannerQuery().query() == ""
     assert PlannerQuery.from_query({"unknown": "x"}) == PlannerQuery()
 
 
-def test_the_job_is_what_was_asked() -> None:
+def test_the_job_is_parsed_from_the_address() -> None:
     job = PlannerQuery(model="llama-3.2-1b", gpu="h200", nodes="2", per_node="4", batch="512k", seq="4k").job()
     assert (job.cluster.gpus, job.batch_tokens, job.seq, job.cluster.gpu.name) == (8, 2**19, 4096, "h200")
     layout = PlannerQuery(layout="tp=2, recompute=full").own_layout(job, Layout(dp=8, gas=16))
@@ -50,7 +50,7 @@ def test_pasted_models() -> None:
         (PlannerQuery(shape="layers: many"), "layers"),
     ],
 )
-def test_a_bad_question_gets_a_sentence(ask: PlannerQuery, word: str) -> None:
+def test_a_bad_request_has_an_error(ask: PlannerQuery, word: str) -> None:
     with pytest.raises(SpecError, match=word):
         ask.job()
 
@@ -70,7 +70,7 @@ def test_fields_are_bounded() -> None:
 
 @pytest.mark.parametrize("name", ["nodes", "per_node"])
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 4000, "65537", "000001", "²", "٣", "-1", "+1", "1e3", "", " 1", "nan"])
-def test_a_number_of_nodes_that_is_none_is_a_sentence(name: str, text: str) -> None:
+def test_an_invalid_number_of_nodes_has_an_error(name: str, text: str) -> None:
     with pytest.raises(SpecError, match=rf"{name} is '.*' but must be a whole number from 1 to 65,536, such as 8") as caught:
         PlannerQuery.from_query({name: text}).job()
     assert len(str(caught.value)) < 120
@@ -78,7 +78,7 @@ def test_a_number_of_nodes_that_is_none_is_a_sentence(name: str, text: str) -> N
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PlannerQuery)])
 @pytest.mark.parametrize("text", ["9" * 5000, "=" * 5000, "\0\x1b", "[" * 5000, "nan", "a=b,c=d", "tp=" + "9" * 4000, "²"])
-def test_every_field_of_an_address_is_used_or_refused_in_a_sentence(name: str, text: str) -> None:
+def test_every_field_of_an_address_is_used_or_refused(name: str, text: str) -> None:
     ask = PlannerQuery.from_query({name: text})
     assert PlannerQuery.from_query(dict(parse_qsl(ask.query()))) == ask
     try:

@@ -96,7 +96,7 @@ def address(place: Path) -> Iterator[str]:
         log.close()
 
 
-def test_every_page_answers_and_strangers_do_not_get_in(address: str) -> None:
+def test_every_page_answers_and_foreign_hosts_are_refused(address: str) -> None:
     for path in (
         "/",
         "/schedules",
@@ -126,7 +126,7 @@ def handshake(address: str, origin: str | None) -> tuple[int, dict[str, str], by
             return error.code, dict(error.headers), error.read()
 
 
-def test_the_socket_opens_for_the_studios_own_pages_alone(address: str) -> None:
+def test_the_socket_opens_only_for_the_studios_own_pages(address: str) -> None:
     port = address.rsplit(":", 1)[1]
     for origin in (f"http://127.0.0.1:{port}", f"http://localhost:{port}", f"http://[::1]:{port}"):
         status, headers, body = handshake(address, origin)
@@ -259,12 +259,12 @@ def test_controls_change_the_answer_and_the_address(address: str, page: Any) -> 
     assert "tp2" in first_layout(page)
 
 
-def test_of_questions_in_a_row_the_last_is_answered(address: str, page: Any) -> None:
+def test_of_consecutive_requests_the_last_is_answered(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3-8b&nodes=8")
     first_layout(page)
-    wish = page.get_by_label("Fix, such as tp=8,zero=1")
+    constraint_input = page.get_by_label("Fix, such as tp=8,zero=1")
     for words in ("tp=2", "tp=8", "pp=2", "tp=4"):
-        wish.fill(words)
+        constraint_input.fill(words)
         page.wait_for_timeout(120)  # long enough for the search to begin, too short for its answer
     page.wait_for_function("document.querySelector('table tbody tr').innerText.includes('tp4')")
     assert "tp4" in first_layout(page)
@@ -272,7 +272,7 @@ def test_of_questions_in_a_row_the_last_is_answered(address: str, page: Any) -> 
     page.wait_for_selector("text=/^tp 4$/")  # the controls of the layout follow
 
 
-def test_bad_input_is_a_sentence_and_the_page_lives_on(address: str, page: Any) -> None:
+def test_bad_input_shows_an_error_and_the_page_stays_usable(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
     first_layout(page)
     page.get_by_label("Nodes").fill("many")
@@ -281,7 +281,7 @@ def test_bad_input_is_a_sentence_and_the_page_lives_on(address: str, page: Any) 
     page.wait_for_function("!document.body.innerText.includes('must be a whole number')")
 
 
-def test_a_layout_cut_by_hand_with_the_keyboard(address: str, page: Any) -> None:
+def test_a_layout_edited_with_the_keyboard(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1&fix=tp=1")
     first_layout(page)
     slider = page.get_by_role("slider", name="tp").locator("[tabindex='0']")
@@ -319,7 +319,7 @@ def test_the_map_of_best_layouts(address: str, page: Any) -> None:
     page.wait_for_selector("#heat-map .main-svg", timeout=300_000)
 
 
-def test_a_schedule_is_played(address: str, page: Any) -> None:
+def test_a_schedule_is_animated(address: str, page: Any) -> None:
     page.goto(f"{address}/schedules?schedule=afab&ranks=4&microbatches=4")
     page.wait_for_selector("text=bubble 42.9%")
     slider = page.get_by_role("slider", name="micro-batches").locator("[tabindex='0']")
@@ -331,7 +331,7 @@ def test_a_schedule_is_played(address: str, page: Any) -> None:
     page.wait_for_function("document.querySelectorAll('.shapelayer path').length > 0")
 
 
-def test_a_run_is_followed_while_it_trains(address: str, page: Any, place: Path) -> None:
+def test_a_run_is_shown_live_while_it_trains(address: str, page: Any, place: Path) -> None:
     page.goto(f"{address}/runs")
     page.wait_for_selector("text=/first: [0-9]+ steps/")
     found = re.search(r"first: (\d+) steps", page.inner_text("body"))

@@ -1,4 +1,4 @@
-"""What a step tells of its experts: the whole table of a small model, a few figures per layer of a large one."""
+"""What a step logs of its experts: the whole table of a small model, a few figures per layer of a large one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def loads(tokens: torch.Tensor, balance: float = 6.0, dropped: float = 0.0) -> R
     return RouterLoads(torch.cat([tokens, ends], dim=1), sequences=3, dense_layers=1)
 
 
-def record(seen: RouterLoads) -> StepRecord:
+def record(stats: RouterLoads) -> StepRecord:
     return StepRecord(
         step=1, tokens=8, loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s_per_gpu=1.0, mfu=None, peak_gib=None,
-        expert_load=seen.busiest, expert_tokens=seen.per_expert, expert_quantiles=seen.quantiles,
+        expert_load=stats.busiest, expert_tokens=stats.per_expert, expert_quantiles=stats.quantiles,
     )  # fmt: skip
 
 
-def test_a_small_model_tells_every_expert() -> None:
-    seen = loads(torch.tensor([[4.0, 0.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]]), dropped=5.0)
-    assert seen.busiest == (2.0, 1.0)
-    assert (seen.balance_loss, seen.dropped, seen.broken) == (2.0, 10, ())
-    written = json.loads(json.dumps(record(seen).values()))
+def test_a_small_model_logs_every_expert() -> None:
+    stats = loads(torch.tensor([[4.0, 0.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]]), dropped=5.0)
+    assert stats.busiest == (2.0, 1.0)
+    assert (stats.balance_loss, stats.dropped, stats.broken) == (2.0, 10, ())
+    written = json.loads(json.dumps(record(stats).values()))
     assert written["expert_tokens"] == [[4, 0, 1, 3], [2, 2, 2, 2]]
     assert "expert_quantiles" not in written
 
 
-def test_a_large_model_tells_five_figures_a_layer() -> None:
+def test_a_large_model_logs_five_quantiles_per_layer() -> None:
     layers, experts = 17, 256
     assert layers * experts > WHOLE_TABLE >= 16 * experts
     tokens = torch.arange(experts).float().flip(0).expand(layers, -1)

@@ -1,4 +1,4 @@
-"""Saved under one layout, loaded under another: the curve goes on as one process's; under the same one, bit for bit."""
+"""Saved under one layout, loaded under another: the curve is that of one process; under the same one, bitwise equal."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ PAIRS = [
 
 
 def before(engine: Engine, run: Path, steps: int = BEFORE, background: bool = True) -> list[float]:
-    keeper = CheckpointManager(engine, run, Checkpointing(background=background))
+    manager = CheckpointManager(engine, run, Checkpointing(background=background))
     losses = [engine.step(number).loss for number in range(steps)]
-    keeper.save(steps)
-    keeper.wait_for_copy()
-    losses += [engine.step(number).loss for number in range(steps, STEPS)]  # the copy was made: these change nothing
-    keeper.finish()
+    manager.save(steps)
+    manager.wait_for_copy()
+    losses += [engine.step(number).loss for number in range(steps, STEPS)]  # the copy is done: these change nothing
+    manager.finish()
     return losses
 
 
@@ -157,7 +157,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.quick_cases("one-zero3", "zero3-pp2-zero1")
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
-def test_the_curve_goes_on_under_another_layout(saved: Any, first: str, second: str) -> None:
+def test_the_loss_curve_continues_under_another_layout(saved: Any, first: str, second: str) -> None:
     folder, _ = saved("llama", first)
     losses = in_ranks(after, job_of("llama"), LAYOUTS[second], TRAINING, folder)[0]
     assert len(losses) == STEPS - BEFORE
@@ -168,7 +168,7 @@ def test_the_curve_goes_on_under_another_layout(saved: Any, first: str, second: 
 @pytest.mark.parametrize(
     ("first", "second"), [("one", "zb-v"), ("zb-v", "tp2"), ("pp2", "dp2"), ("tp4", "pp2-tp2"), ("zero3", "interleaved")]
 )
-def test_tied_embeddings_are_kept_once_and_found_at_both_ends(saved: Any, first: str, second: str) -> None:
+def test_tied_embeddings_are_saved_once_and_loaded_at_both_ends(saved: Any, first: str, second: str) -> None:
     folder, _ = saved("tied", first)
     assert "head.linear.weight" not in checkpoint.open_checkpoint(folder).shapes()
     losses = in_ranks(after, job_of("tied"), LAYOUTS[second], TRAINING, folder)[0]
@@ -179,7 +179,7 @@ def test_tied_embeddings_are_kept_once_and_found_at_both_ends(saved: Any, first:
 @pytest.mark.parametrize(
     ("first", "second"), [*EXPERT_PAIRS[:5], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in EXPERT_PAIRS[5:])]
 )
-def test_experts_and_the_biases_of_their_routers_go_on(saved: Any, first: str, second: str) -> None:
+def test_experts_and_router_biases_are_restored(saved: Any, first: str, second: str) -> None:
     folder, _ = saved("deepseek", first)
     assert checkpoint.open_checkpoint(folder).tensor("blocks.2.mlp.router.bias").any()
     losses = in_ranks(after, job_of("deepseek"), LAYOUTS[second], TRAINING, folder)[0]
@@ -190,7 +190,7 @@ def test_experts_and_the_biases_of_their_routers_go_on(saved: Any, first: str, s
 @pytest.mark.parametrize(
     ("first", "second"), [("zero3", "one"), ("one", "zero3"), ("zero3", "ep2-zero3"), ("ep2-zero3", "tp2")]
 )
-def test_experts_that_are_cut_over_more_ranks_go_on(saved: Any, first: str, second: str) -> None:
+def test_experts_sharded_over_more_ranks_are_restored(saved: Any, first: str, second: str) -> None:
     """Two experts over four ranks: each has a slice of every matrix of one of them."""
     folder, _ = saved("two-experts", first)
     losses = in_ranks(after, job_of("two-experts"), LAYOUTS[second], TRAINING, folder)[0]
@@ -199,12 +199,12 @@ def test_experts_that_are_cut_over_more_ranks_go_on(saved: Any, first: str, seco
 
 @pytest.mark.quick_cases("one", "zero3")
 @pytest.mark.parametrize("name", ["one", "dp2", "tp4", "cp2", "zero3", "hsdp", "zb-v", "zero3-tp2"])
-def test_the_same_layout_goes_on_bit_for_bit(saved: Any, name: str) -> None:
+def test_the_same_layout_resumes_bitwise_equal(saved: Any, name: str) -> None:
     folder, losses = saved("llama", name)
     assert in_ranks(after, job_of("llama"), LAYOUTS[name], TRAINING, folder)[0] == losses[BEFORE:]
 
 
-def test_saving_beside_the_training_writes_what_waiting_for_it_writes(tmp_path: Path) -> None:
+def test_async_checkpoints_equal_blocking_ones(tmp_path: Path) -> None:
     for background in (True, False):
         in_ranks(before, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path / str(background), BEFORE, background)
     beside, waited = (checkpoint.latest(tmp_path / str(background)) for background in (True, False))
@@ -213,7 +213,7 @@ def test_saving_beside_the_training_writes_what_waiting_for_it_writes(tmp_path: 
         assert torch.equal(beside.tensor(name), waited.tensor(name)), name
 
 
-def test_weights_alone_begin_a_new_run(saved: Any) -> None:
+def test_weights_alone_start_a_new_run(saved: Any) -> None:
     def begin(engine: Engine, folder: Path) -> tuple[int, float]:
         restore(engine, checkpoint.open_checkpoint(folder), weights_alone=True)
         return engine.optimizer.updates, engine.step(BEFORE).loss
@@ -225,7 +225,7 @@ def test_weights_alone_begin_a_new_run(saved: Any) -> None:
 
 
 @pytest.mark.slow
-def test_sgd_and_its_momentum_are_kept(tmp_path: Path) -> None:
+def test_sgd_momentum_is_restored(tmp_path: Path) -> None:
     for optimizer in ("sgd-momentum", "sgd"):
         job = job_of("llama", optimizer=optimizer)
         losses = in_ranks(before, job, LAYOUTS["one"], TRAINING, tmp_path / optimizer)[0]
@@ -236,15 +236,15 @@ def test_sgd_and_its_momentum_are_kept(tmp_path: Path) -> None:
 
 def scaled(engine: Engine, run: Path) -> tuple[float, int]:
     engine.scale.value, engine.scale.good = 128.0, 3
-    keeper = CheckpointManager(engine, run, Checkpointing())
+    manager = CheckpointManager(engine, run, Checkpointing())
     engine.step(0)
-    keeper.save(1, wait=True)
+    manager.save(1, wait=True)
     fresh = build_engine(engine.job, engine.mesh, engine.training, engine.batches)
     restore(fresh, checkpoint.latest(run))
     return fresh.scale.value, fresh.scale.good
 
 
-def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
     assert in_ranks(scaled, job_of("llama", precision="fp16"), LAYOUTS["one"], TRAINING, tmp_path) == [(128.0, 4)]
 
 
@@ -259,14 +259,14 @@ def drawn(engine: Engine, run: Path, folder: Path | None) -> list[float]:
     return [float(x) for x in torch.rand(3)]
 
 
-def test_random_states_go_on(tmp_path: Path) -> None:
+def test_random_states_are_restored(tmp_path: Path) -> None:
     first = in_ranks(drawn, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path, None)
     again = in_ranks(drawn, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path, checkpoint.latest(tmp_path).folder)
     assert again == first
     assert first[0] != first[1]
 
 
-def test_the_newest_are_kept_and_the_folder_says_which(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_latest_is_named(tmp_path: Path) -> None:
     in_ranks(several, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path)
     names = [folder.name for folder in checkpoint.complete(tmp_path)]
     assert names == ["step-000003", "step-000004"]
@@ -277,12 +277,12 @@ def test_the_newest_are_kept_and_the_folder_says_which(tmp_path: Path) -> None:
 def several(engine: Engine, run: Path) -> None:
     (run / "checkpoints" / ".step-000001.partial").mkdir(parents=True, exist_ok=True)  # as a killed run leaves it
     (run / "checkpoints" / ".latest.tmp").touch()
-    keeper = CheckpointManager(engine, run, Checkpointing(keep=2))
+    manager = CheckpointManager(engine, run, Checkpointing(keep=2))
     for number in range(4):
         engine.step(number)
-        keeper.save(number + 1)
-        keeper.wait_for_copy()
-    keeper.finish()
+        manager.save(number + 1)
+        manager.wait_for_copy()
+    manager.finish()
 
 
 def test_torch_reads_the_files_without_us(saved: Any, tmp_path: Path) -> None:
@@ -316,25 +316,25 @@ def load_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 0.999])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
-def test_a_flipped_bit_is_found(copy_of: Path, name: str, place: float) -> None:
+def test_a_flipped_bit_is_detected(copy_of: Path, name: str, place: float) -> None:
     data = bytearray((copy_of / name).read_bytes())
     data[int(place * len(data))] ^= 1
     (copy_of / name).write_bytes(data)
     if name == "checkpoint.json" and place == 0.999:
-        data[-2] ^= 1  # the last byte ends the line and says nothing: the one before it closes the mapping
+        data[-2] ^= 1  # the last byte is a newline: the one before it closes the mapping
         (copy_of / name).write_bytes(data)
     with pytest.raises(SpecError, match=r"damaged|not JSON|not text|says format"):
         load_all(copy_of)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
-@pytest.mark.parametrize("way", ["cut", "missing", "empty"])
-def test_a_file_cut_short_is_found(copy_of: Path, name: str, way: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "missing", "empty"])
+def test_a_truncated_file_is_detected(copy_of: Path, name: str, damage: str) -> None:
     path = copy_of / name
-    if way == "missing":
+    if damage == "missing":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 if way == "cut" else 0])
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 if damage == "cut" else 0])
     with pytest.raises(SpecError, match=r"ends early|damaged|cannot be read|no readable|another program|not JSON"):
         load_all(copy_of)
 
@@ -389,7 +389,7 @@ FOREIGN: dict[str, Callable[[Metadata], Any]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_an_index_of_another_program_is_refused_in_a_sentence(copy_of: Path, kind: str) -> None:
+def test_an_index_of_another_program_is_refused(copy_of: Path, kind: str) -> None:
     index = pickle.loads((copy_of / ".metadata").read_bytes())
     reseal(copy_of, pickle.dumps(FOREIGN[kind](index) or index))
     with pytest.raises(SpecError, match=r"checkpoint .*(cannot be used \(|has no |but this run has ).*: try another"):
@@ -404,7 +404,7 @@ def test_convert_refuses_it_too(copy_of: Path, kind: str, tmp_path: Path) -> Non
         to_hf(copy_of, tmp_path / "out")
 
 
-def test_an_index_that_names_other_code_is_not_run(copy_of: Path) -> None:
+def test_code_named_in_an_index_is_not_executed(copy_of: Path) -> None:
     import os
 
     class Evil:
@@ -418,9 +418,9 @@ def test_an_index_that_names_other_code_is_not_run(copy_of: Path) -> None:
 
 
 def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
-    """The second checkpoint meets a full disk; training goes on and the third is written."""
-    keeper = CheckpointManager(engine, run, Checkpointing())
-    seen: list[int | None] = []
+    """The disk is full at the second checkpoint; training continues and the third is written."""
+    manager = CheckpointManager(engine, run, Checkpointing())
+    saved_steps: list[int | None] = []
     failed = None
     for number in range(3):
         engine.step(number)
@@ -430,12 +430,12 @@ def full_disk(engine: Engine, run: Path) -> tuple[list[int | None], str | None]:
                 folder.mkdir(parents=True)
                 (folder / "__1_0.distcp").symlink_to("/dev/full")
             torch.distributed.barrier()
-        keeper.save(number + 1)
-        keeper.wait_for_copy()
-        keeper.finish()
-        seen.append(keeper.saved)
-        failed = str(keeper._error) if number == 1 else failed
-    return seen, failed
+        manager.save(number + 1)
+        manager.wait_for_copy()
+        manager.finish()
+        saved_steps.append(manager.saved)
+        failed = str(manager._error) if number == 1 else failed
+    return saved_steps, failed
 
 
 class FullAfter:
@@ -462,34 +462,34 @@ class FullAfter:
 
 def full_amid_a_tensor(engine: Engine, run: Path, rank: int) -> None:
     """The disk of one rank is full in the middle of what torch writes, where it has an error of its own to raise."""
-    keeper = CheckpointManager(engine, run, Checkpointing())
+    manager = CheckpointManager(engine, run, Checkpointing())
     plain = Path.open
     if engine.mesh.rank == rank:
         Path.open = lambda path, mode="r", **more: FullAfter(plain(path, mode, **more), 3000)  # type: ignore[assignment]
-    keeper.save(1, wait=True)
+    manager.save(1, wait=True)
     Path.open = plain  # type: ignore[method-assign]
-    keeper.save(2, wait=True)
+    manager.save(2, wait=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_is_full_amid_a_tensor_is_told_alike_on_every_rank(
+def test_a_disk_full_within_a_tensor_is_the_same_error_on_every_rank(
     rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     in_ranks(full_amid_a_tensor, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path, rank)
-    told = capfd.readouterr().err
-    assert "the checkpoint of step 1 failed: no space left on the disk (" in told
-    assert "inline_container" not in told
+    err = capfd.readouterr().err
+    assert "the checkpoint of step 1 failed: no space left on the disk (" in err
+    assert "inline_container" not in err
     assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step-000002"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_costs_one_checkpoint_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for seen, failed in in_ranks(full_disk, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path):
-        assert seen == [1, 1, 3]
+def test_a_full_disk_loses_one_checkpoint_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for saved_steps, failed in in_ranks(full_disk, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path):
+        assert saved_steps == [1, 1, 3]
         assert "No space left on device" in str(failed)
-    told = capfd.readouterr().err
-    assert "the checkpoint of step 2 failed: no space left on the disk" in told
-    assert "The last complete one is step-000001" in told
+    err = capfd.readouterr().err
+    assert "the checkpoint of step 2 failed: no space left on the disk" in err
+    assert "The last complete one is step-000001" in err
     assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["step-000001", "step-000003"]
     assert not list((tmp_path / "checkpoints").glob(".*"))
     load_all(checkpoint.latest(tmp_path).folder)

@@ -58,11 +58,11 @@ CONFIGS = {
 @pytest.fixture(params=CONFIGS)
 def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param])
     with torch.no_grad():  # biases begin as zeros, and norms as ones: one in another's place would not show
-        for parameter in made.parameters():
+        for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    made.save_pretrained(tmp_path / request.param, max_shard_size="20KB")
+    reference.save_pretrained(tmp_path / request.param, max_shard_size="20KB")
     return tmp_path / request.param
 
 
@@ -71,14 +71,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.quick_cases(every=4)
-def test_in_and_out_again_is_the_same_to_the_bit(theirs: Path, tmp_path: Path) -> None:
+def test_the_round_trip_is_bitwise_equal(theirs: Path, tmp_path: Path) -> None:
     done: list[tuple[int, int]] = []
     run, out = tmp_path / "runs" / "x", tmp_path / "out"
-    made = convert(["hf", str(theirs), str(run)], progress=lambda *bytes_done: done.append(bytes_done))
-    assert made == ConversionResult(made.model, run, is_run=True)
-    assert done[-1] == (4 * made.model.parameters,) * 2
+    converted = convert(["hf", str(theirs), str(run)], progress=lambda *bytes_done: done.append(bytes_done))
+    assert converted == ConversionResult(converted.model, run, is_run=True)
+    assert done[-1] == (4 * converted.model.parameters,) * 2
     back = convert([str(run), "hf", str(out)], dtype="fp32")
-    assert back == ConversionResult(made.model, out, is_run=False)
+    assert back == ConversionResult(converted.model, out, is_run=False)
     before, after = weights(theirs), weights(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -109,12 +109,12 @@ def test_the_run_has_a_plan_and_a_checkpoint_of_no_steps(theirs: Path, tmp_path:
         pytest.param(["layout.dp=2", "layout.zero=3"], marks=pytest.mark.slow),
     ],
 )
-def test_weights_go_through_a_layout_unharmed(theirs: Path, tmp_path: Path, layout: list[str], run: Any) -> None:
+def test_weights_survive_training_in_another_layout(theirs: Path, tmp_path: Path, layout: list[str], run: Any) -> None:
     """Read under one process, trained in two with steps too small to change a weight, kept by those two, written out."""
     convert(["hf", str(theirs), str(tmp_path / "x")])
     words = ["--resume", tmp_path / "x", "--nproc", 2, "--steps", 1, "--data", "synthetic", "train.lr=1e-30", *layout]
-    code, _, told = run("train", *words)
-    assert code == 0, told
+    code, _, err = run("train", *words)
+    assert code == 0, err
     assert checkpoint.latest(tmp_path / "x").step == 1
     convert([str(tmp_path / "x"), "hf", str(tmp_path / "out")], dtype="fp32")
     before, after = weights(theirs), weights(tmp_path / "out")
@@ -122,23 +122,23 @@ def test_weights_go_through_a_layout_unharmed(theirs: Path, tmp_path: Path, layo
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_no_tensor_drags_along_what_it_was_read_with(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_saved_without_shared_storage(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A view would be saved with all of its storage: GPT-2's keys with the queries and values beside them."""
     given = checkpoint.write_weights
-    seen: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
 
     def watched(*arguments: Any) -> Path:
         *others, shapes, tensor = arguments
         for name in shapes:
             one = tensor(name)
-            seen[name] = (one.untyped_storage().nbytes(), 4 * torch.Size(shapes[name]).numel())
+            sizes[name] = (one.untyped_storage().nbytes(), 4 * torch.Size(shapes[name]).numel())
             assert one.is_contiguous()
         return given(*others, shapes, tensor)
 
     monkeypatch.setattr(checkpoint, "write_weights", watched)
     convert(["hf", str(theirs), str(tmp_path / "x")])
-    assert seen.keys() == checkpoint.latest(tmp_path / "x").shapes().keys()
-    assert all(stored == needed for stored, needed in seen.values())
+    assert sizes.keys() == checkpoint.latest(tmp_path / "x").shapes().keys()
+    assert all(stored == needed for stored, needed in sizes.values())
 
 
 def test_a_named_checkpoint_of_a_run_is_written_out(theirs: Path, tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_a_named_checkpoint_of_a_run_is_written_out(theirs: Path, tmp_path: Path
         ["HF", "a", "b"],
     ],
 )
-def test_other_words_are_refused_with_both_forms(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arguments_are_refused_with_both_forms(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match=r"convert was given .*: try `.*convert hf .*` or `.*convert runs/x hf .*`"):
         convert(words)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_converted_leaves_nothing(theirs: Path, tmp_path: Path) -> None:
+def test_unconvertible_inputs_leave_no_files(theirs: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine").write_text("")
@@ -189,14 +189,14 @@ def test_what_cannot_be_converted_leaves_nothing(theirs: Path, tmp_path: Path) -
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_disk_without_room_is_told_first(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_writing(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ultrascale.train.convert.free_bytes", lambda place: 1000)
     with pytest.raises(SpecError, match=r"its disk has 0\.00 GiB free"):
         convert(["hf", str(theirs), str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
 
 
-def test_weights_that_fail_on_the_way_leave_nothing(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_files(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = HFFolder.tensor
 
     def failing(folder: HFFolder, name: str) -> torch.Tensor:
@@ -211,7 +211,7 @@ def test_weights_that_fail_on_the_way_leave_nothing(theirs: Path, tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_flipped_byte_in_the_run_leaves_nothing(theirs: Path, tmp_path: Path) -> None:
+def test_a_flipped_byte_in_the_run_leaves_no_files(theirs: Path, tmp_path: Path) -> None:
     convert(["hf", str(theirs), str(tmp_path / "x")])
     part = next(checkpoint.latest(tmp_path / "x").folder.glob("*.distcp"))
     data = bytearray(part.read_bytes())
@@ -230,10 +230,10 @@ def families_of(text: str) -> set[str]:
 
 
 def test_help_and_docs_name_the_families_that_are_converted(run: Any) -> None:
-    _, told, _ = run("convert", "--help")
+    _, help_text, _ = run("convert", "--help")
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     known = {family.replace("_", "") for family in WRITTEN}
-    assert families_of(told) == known
+    assert families_of(help_text) == known
     assert families_of(page) == known
 
 

@@ -41,7 +41,7 @@ def first_tokens(batches: Batches, steps: range) -> list[int]:
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
 @settings(max_examples=60, deadline=None)
-def test_every_place_is_taken_once(size: int, key: int) -> None:
+def test_the_permutation_is_a_bijection(size: int, key: int) -> None:
     assert sorted(permuted(place, size, key) for place in range(size)) == list(range(size))
 
 
@@ -62,7 +62,7 @@ def test_targets_are_inputs_one_token_on_and_windows_tile_the_text() -> None:
     assert sorted(first_tokens(batches, range(3))) == list(range(0, 90, 10))
 
 
-def test_each_epoch_holds_each_window_once_in_another_order() -> None:
+def test_each_epoch_has_each_window_once_in_another_order() -> None:
     batches = Batches(COUNTING, seq=2, batch=7, seed=3)
     assert batches.train_windows == 49
     first, second = first_tokens(batches, range(7)), first_tokens(batches, range(7, 14))
@@ -72,16 +72,16 @@ def test_each_epoch_holds_each_window_once_in_another_order() -> None:
 
 def test_a_batch_may_span_two_epochs() -> None:
     batches = Batches(COUNTING, seq=10, batch=4, seed=0)
-    seen = first_tokens(batches, range(9))
-    assert [sorted(seen[at : at + 9]) for at in range(0, 36, 9)] == [list(range(0, 90, 10))] * 4
+    tokens = first_tokens(batches, range(9))
+    assert [sorted(tokens[at : at + 9]) for at in range(0, 36, 9)] == [list(range(0, 90, 10))] * 4
 
 
 def test_order_is_a_function_of_seed_and_sample_number_alone() -> None:
     whole = first_tokens(Batches(COUNTING, seq=2, batch=8, seed=5), range(6))
     assert first_tokens(Batches(COUNTING, seq=2, batch=4, seed=5), range(12)) == whole
     assert first_tokens(Batches(COUNTING, seq=2, batch=8, seed=6), range(6)) != whole
-    later = Batches(COUNTING, seq=2, batch=8, seed=5)
-    assert torch.equal(later.train(4, [3])[0][0, 0], torch.tensor(whole[4 * 8 + 3]))
+    resumed = Batches(COUNTING, seq=2, batch=8, seed=5)
+    assert torch.equal(resumed.train(4, [3])[0][0, 0], torch.tensor(whole[4 * 8 + 3]))
 
 
 def test_held_out_windows_are_the_last_and_come_in_order() -> None:
@@ -180,7 +180,7 @@ def mixed(tmp_path: Path, batch: int = 5, seed: int = 0) -> Batches:
     return Batches(text, seq=10, batch=batch, seed=seed)
 
 
-def test_a_mixture_holds_its_shares_in_every_batch(tmp_path: Path) -> None:
+def test_a_mixture_has_its_proportions_in_every_batch(tmp_path: Path) -> None:
     batches = mixed(tmp_path)
     for step in range(30):
         tokens = batches.train(step, slice(None))[0][:, 0]
@@ -189,8 +189,8 @@ def test_a_mixture_holds_its_shares_in_every_batch(tmp_path: Path) -> None:
 
 def test_each_set_of_a_mixture_has_its_own_epochs_and_its_own_end_held_out(tmp_path: Path) -> None:
     batches = mixed(tmp_path)
-    seen = first_tokens(batches, range(57))  # 171 samples of the first, 114 of the second: 9 epochs of 19 and 12 of 9, and 6
-    first, second = ([token for token in seen if (token >= 500) == wanted] for wanted in (False, True))
+    tokens = first_tokens(batches, range(57))  # 171 samples of the first, 114 of the second: 9 epochs of 19 and 12 of 9, and 6
+    first, second = ([token for token in tokens if (token >= 500) == wanted] for wanted in (False, True))
     for epoch in range(9):
         assert sorted(first[epoch * 19 : epoch * 19 + 19]) == list(range(0, 190, 10))
     for epoch in range(12):

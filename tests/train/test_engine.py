@@ -1,4 +1,4 @@
-"""The step: one process against plain torch, clipping, the guard against NaN, and that a missing reduction would be seen."""
+"""The step: one process against plain torch, clipping, the guard against NaN, and that a missing reduction is detected."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def by_hand(family: str, training: Training, batch: int) -> tuple[list[float], l
 
 def _weights(engine: Engine) -> dict[str, Any]:
     """Trained to the end, the rank's part of each weight."""
-    seen = train(engine)
+    result = train(engine)
     return {
-        "seen": seen,
-        "weights": [replace(piece, gradient=w.local.clone()) for piece, w in zip(seen.pieces, engine.weights, strict=True)],
+        "result": result,
+        "weights": [replace(piece, gradient=w.local.clone()) for piece, w in zip(result.pieces, engine.weights, strict=True)],
     }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_is_plain_torch(family: str) -> None:
+def test_one_process_equals_plain_torch(family: str) -> None:
     training = training_of(clip=0.3)
     losses, norms, weights = by_hand(family, training, 4)
     done = _weights(engine_of(job_of(family), Layout(gas=2, mbs=2), training))
-    assert done["seen"].losses == pytest.approx(losses, rel=1e-6)
-    assert done["seen"].norms == pytest.approx(norms, rel=1e-5)
+    assert done["result"].losses == pytest.approx(losses, rel=1e-6)
+    assert done["result"].norms == pytest.approx(norms, rel=1e-5)
     assert max(norms) > training.clip
     assert {piece.shard.name for piece in done["weights"]} == weights.keys()
     for piece in done["weights"]:
@@ -105,17 +105,17 @@ def test_clipped_weights(fields: dict[str, Any]) -> None:
     job, training, layout = job_of("gpt2", optimizer="sgd"), training_of(clip=0.1, lr=1.0), Layout(**{"gas": 1, **fields})
     batch = layout.dp * layout.mbs * layout.gas
     wanted = _weights(engine_of(job, Layout(mbs=batch), training))
-    assert min(wanted["seen"].norms) > 3 * training.clip
+    assert min(wanted["result"].norms) > 3 * training.clip
     wholes = {piece.shard.name: piece.gradient for piece in wanted["weights"]}
     wholes["head.linear.weight"] = wholes["embed.tokens.weight"]
     for rank in in_ranks(_weights, job, layout, training):
-        assert rank["seen"].norms == pytest.approx(wanted["seen"].norms, rel=1e-5)
+        assert rank["result"].norms == pytest.approx(wanted["result"].norms, rel=1e-5)
         for piece in rank["weights"]:
             torch.testing.assert_close(piece.gradient, piece.of(wholes[piece.shard.name]), rtol=1e-5, atol=1e-6)
 
 
 def _planted(engine: Engine) -> str:
-    """Trains a step, makes one number of one weight NaN on the rank that has it, trains on; what the error says."""
+    """Trains a step, makes one number of one weight NaN on the rank that has it, trains on; returns the error."""
     engine.step(0)
     for weight in engine.weights:
         if weight.shard.name == "blocks.2.mlp.down.weight" and weight.local.numel() and engine.mesh.data.rank == 0:
@@ -140,12 +140,12 @@ def _planted(engine: Engine) -> str:
     ],
     ids=str,
 )
-def test_a_nan_ends_the_run_on_every_rank_and_is_named(fields: dict[str, Any]) -> None:
-    said = in_ranks(_planted, job_of("llama"), Layout(**fields), training_of())
-    assert len(set(said)) == 1
-    assert said[0].startswith("step 2: loss nan")
-    assert "the gradient of" in said[0]
-    assert "weights are those of step 1" in said[0]
+def test_a_nan_ends_the_run_on_every_rank_with_its_parameter(fields: dict[str, Any]) -> None:
+    messages = in_ranks(_planted, job_of("llama"), Layout(**fields), training_of())
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 2: loss nan")
+    assert "the gradient of" in messages[0]
+    assert "weights are those of step 1" in messages[0]
 
 
 def test_a_gradient_alone_that_is_not_finite_is_named_exactly() -> None:
@@ -157,7 +157,7 @@ def test_a_gradient_alone_that_is_not_finite_is_named_exactly() -> None:
         engine.update(0, loss)
 
 
-# What follows plants mistakes: each must be seen by the comparison that all other tests rely on.
+# Planted faults: the comparison that all other tests rely on must detect each.
 
 
 def _wrong(fields: dict[str, Any], family: str = "gpt2") -> float:
@@ -173,7 +173,7 @@ def _wrong(fields: dict[str, Any], family: str = "gpt2") -> float:
 
 
 @pytest.mark.slow
-def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cp_reduction_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """picotron's mistake: gradients reduced over dp alone, though cp ranks see other tokens too."""
     whole = Mesh.build.__func__  # type: ignore[attr-defined]
 
@@ -191,7 +191,7 @@ def test_data_ranks_without_cp_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
     ("fields", "family"),
     [({"tp": 2}, "gpt2"), ({"tp": 4, "sequence_parallel": False}, "one-kv-head"), ({"pp": 2}, "gpt2"), ({"tp": 2}, "qwen3")],
 )
-def test_a_sum_that_is_left_out_would_be_seen(fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradient_sum_is_detected(fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms on slices of the sequence, repeated kv heads, tied ends: each is completed by one sum after backward."""
     monkeypatch.setattr(engines, "_all_reduce_flat", lambda tensors, axis: None)
     assert _wrong(fields, family) > 1e-2
@@ -201,7 +201,7 @@ def test_more_than_one_sequence_in_a_micro_batch() -> None:
     check("gpt2", dp=2, mbs=3, gas=2)
 
 
-def test_a_router_that_gives_nan_is_named() -> None:
+def test_a_router_with_nan_is_named() -> None:
     engine = engine_of(job_of("qwen2-moe"), Layout(mbs=2), training_of())
     router = next(weight for weight in engine.weights if weight.shard.name == "blocks.2.mlp.router.weight")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Training in fp8, emulated: layouts against one process, against fp32, checkpoints across precisions, and what is said."""
+"""Training in fp8, emulated: layouts against one process, against fp32, checkpoints across precisions, and notes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import Run
-from parallel.harness import Seen, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
+from parallel.harness import RankResult, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
 from ultrascale.kernels import float8
 from ultrascale.kernels.float8 import Float8Linear
 from ultrascale.kernels.selection import left_in_bf16
@@ -43,18 +43,18 @@ LAYOUTS: list[Any] = [
 ]
 
 
-def assert_rounds_alike(ranks: list[Seen], reference: Seen, job: Job) -> None:
+def assert_rounds_alike(ranks: list[RankResult], reference: RankResult, job: Job) -> None:
     """Most gradients of the first step agree as in fp32. A few numbers lie so near the edge between two of fp8 that a sum in
     another order takes them across, and what follows carries that, further with each of these large steps: the second's and
-    third's losses were seen to part by 2e-4. Scales that are no powers of two part the first gradients by 0.2.
+    third's losses differed by 2e-4. Scales that are no powers of two change the first gradients by 0.2.
     """
     errors = sorted(gradient_errors(ranks, reference, job).values())
     assert errors[len(errors) // 2] < 1e-3
     assert errors[-1] < 0.02
-    for seen in ranks:
-        assert relative(seen.losses[:1], reference.losses[:1]) < 1e-5
-        assert relative(seen.norms[:1], reference.norms[:1]) < 1e-3
-        assert relative(seen.losses, reference.losses) < 2e-3
+    for result in ranks:
+        assert relative(result.losses[:1], reference.losses[:1]) < 1e-5
+        assert relative(result.norms[:1], reference.norms[:1]) < 1e-3
+        assert relative(result.losses, reference.losses) < 2e-3
 
 
 @pytest.mark.quick_cases(every=3)
@@ -79,15 +79,15 @@ def test_it_is_near_fp32(keep: str) -> None:
     """A gradient's largest entries carry the errors of some ten matmuls, 0.04 to 0.06 each; fewer where the ends are kept."""
     exact = one_process(job_of(MODEL), 4, training_of())
     job = job_of(MODEL, precision="fp8")
-    seen = one_process(job, 4, training_of(fp8_keep=keep))
-    assert 1e-6 < relative(seen.losses, exact.losses) < 5e-3
-    errors = gradient_errors([seen], exact, job)
+    result = one_process(job, 4, training_of(fp8_keep=keep))
+    assert 1e-6 < relative(result.losses, exact.losses) < 5e-3
+    errors = gradient_errors([result], exact, job)
     assert 0.005 < max(errors.values()) < 0.3
     if keep == "ends":  # the last block's gradients come through plain matmuls alone
         assert errors["blocks.3.mlp.down.weight"] < errors["blocks.0.attention.qkv.q.weight"]
 
 
-def test_masters_and_what_computes_stay_wide() -> None:
+def test_masters_and_compute_weights_are_not_fp8() -> None:
     assert in_ranks(_formats, job_of(MODEL, precision="fp8"), Layout(), training_of()) == [{(torch.float32, True)}]
 
 
@@ -110,7 +110,7 @@ def trained(out: Path, steps: int, precision: str) -> Path:
 
 @pytest.mark.quick_cases("fp32-fp8")
 @pytest.mark.parametrize(("first", "second"), [("fp8", "fp32"), ("fp32", "fp8")])
-def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, second: str) -> None:
+def test_a_run_resumes_in_another_precision(tmp_path: Path, first: str, second: str) -> None:
     """A checkpoint holds wide weights under the plain model's names, whatever the matmuls were in."""
     out, alone = trained(tmp_path / "run", 2, first), trained(tmp_path / "alone", 4, "fp32")
     changes = Overrides.parse([f"job.precision={second}", "train.steps=4"])
@@ -119,13 +119,13 @@ def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, second: 
     assert curve(out)[2:] != curve(alone)[2:]
 
 
-def test_on_a_cpu_a_plan_in_fp8_runs_in_fp32_unless_it_is_insisted(run: Run, tmp_path: Path) -> None:
+def test_an_fp8_plan_runs_in_fp32_on_a_cpu_unless_overridden(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     words = ("--cluster", "1xh100", "--batch-tokens", 512, "--seq", 32, "--precision", "fp8", "-o", plan)
     assert run("plan", "tiny", *words)[0] == 0
-    told = from_words([str(plan)], {}, 1, gpu=False)
-    assert told.job.precision == "fp32"
-    assert "this computes in fp32, not in fp8 as planned (job.precision=fp8 insists)" in told.notes[0]
+    parsed = from_words([str(plan)], {}, 1, gpu=False)
+    assert parsed.job.precision == "fp32"
+    assert "this computes in fp32, not in fp8 as planned (job.precision=fp8 insists)" in parsed.notes[0]
     insisted = from_words([str(plan), "job.precision=fp8"], {}, 1, gpu=False)
     assert insisted.job.precision == "fp8"
     assert insisted.notes[-1] == "no GPU here: fp8 is emulated, with its rounding and without its speed"
@@ -141,10 +141,10 @@ def test_on_a_cpu_a_plan_in_fp8_runs_in_fp32_unless_it_is_insisted(run: Run, tmp
         ("job.precision=fp4", ["job.precision is 'fp4'", "fp8"]),
     ],
 )
-def test_bad_words(run: Run, tmp_path: Path, word: str, says: list[str]) -> None:
-    code, out, said = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "run", word)
+def test_bad_options(run: Run, tmp_path: Path, word: str, says: list[str]) -> None:
+    code, out, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "run", word)
     assert (code, out) == (2, "")
-    assert all(part in said for part in says), said
+    assert all(part in err for part in says), err
 
 
 def note(model: Model, layout: Layout, **fields: Any) -> str | None:
@@ -152,7 +152,7 @@ def note(model: Model, layout: Layout, **fields: Any) -> str | None:
     return left_in_bf16(job, layout, training_of(**fields))
 
 
-def test_what_stays_in_bf16_for_its_size_is_said_once() -> None:
+def test_sizes_kept_in_bf16_are_noted_once() -> None:
     assert note(MODEL, Layout()) is None
     odd = MODEL.model_copy(update={"ffn": 100})
     assert note(odd, Layout()) == (
@@ -173,11 +173,11 @@ def test_what_stays_in_bf16_for_its_size_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(("ffn", "kv_heads", "vocab"), list(product((96, 100), (1, 2), (64, 50))))
-def test_what_is_said_is_what_is_done(ffn: int, kv_heads: int, vocab: int) -> None:
+def test_the_note_names_the_unconverted_linears(ffn: int, kv_heads: int, vocab: int) -> None:
     model = MODEL.model_copy(update={"ffn": ffn, "kv_heads": kv_heads, "vocab": vocab, "head_dim": 8})
-    made = Transformer(model)
-    float8.apply(made, "tensor", "none", torch.device("cpu"))
-    block, head = made.each_block()[0], made.head
+    transformer = Transformer(model)
+    float8.apply(transformer, "tensor", "none", torch.device("cpu"))
+    block, head = transformer.each_block()[0], transformer.head
     assert head is not None
     found = {
         "q (": block.attention.qkv.q,
@@ -186,6 +186,6 @@ def test_what_is_said_is_what_is_done(ffn: int, kv_heads: int, vocab: int) -> No
         "gate, up and down": block.mlp.down,
         "head": head.linear,
     }
-    said = note(model, Layout(), fp8_keep="none") or ""
+    text = note(model, Layout(), fp8_keep="none") or ""
     for name, module in found.items():
-        assert (name in said) != isinstance(module, Float8Linear), name
+        assert (name in text) != isinstance(module, Float8Linear), name

@@ -11,7 +11,7 @@ import pytest
 from ultrascale.launch import local
 from ultrascale.train import memory
 
-PIECE, PIECES = 64 * 1024, 3000  # below what glibc maps apart
+PIECE, PIECES = 64 * 1024, 3000  # below glibc's threshold for mmap
 
 
 def resident() -> int:
@@ -28,7 +28,7 @@ def fill_and_free(rank: int, nproc: int, store: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc keeps")
-def test_a_heap_that_is_pinned_at_its_top_gives_back_what_is_free() -> None:
+def test_a_fragmented_heap_returns_free_memory() -> None:
     ((full, freed, given),) = local.run(fill_and_free, 1, timeout_s=30)
     assert full - freed < 0.5 * PIECE * PIECES  # glibc keeps it
     assert full - given > 0.8 * PIECE * PIECES

@@ -1,4 +1,4 @@
-"""Live bytes against counts made by hand: layers, views, freed and resized storages, checkpoints, FSDP2."""
+"""Live bytes against counts by hand: layers, views, freed and resized storages, checkpoints, FSDP2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kib(count: int) -> Tensor:
     return torch.zeros(count, 256)
 
 
-def test_a_storage_counts_once_however_many_views_it_has_and_until_the_last_is_gone() -> None:
+def test_a_storage_counts_once_until_its_last_view_is_freed() -> None:
     with LiveBytes() as live:
         whole = kib(4)
         views = [whole.view(-1), whole[1:], whole.t(), whole.detach()]
@@ -31,17 +31,17 @@ def test_a_storage_counts_once_however_many_views_it_has_and_until_the_last_is_g
         assert (live.current, live.peak) == (0, 4 * KIB)
 
 
-def test_views_and_in_place_changes_of_older_tensors_make_nothing() -> None:
+def test_views_and_in_place_changes_allocate_nothing() -> None:
     old = kib(4)
     with LiveBytes() as live:
         view = old[1:].view(-1)
         view.add_(1)
         assert live.current == 0
-        made = torch.tensor([1.0, 2.0])
-        assert live.current == made.untyped_storage().nbytes() == 8
+        tensor = torch.tensor([1.0, 2.0])
+        assert live.current == tensor.untyped_storage().nbytes() == 8
 
 
-def test_the_peak_is_told_by_owner_at_its_moment() -> None:
+def test_the_peak_is_split_by_owner() -> None:
     weight, state = kib(2), kib(1)
     live = LiveBytes()
     live.track([weight, weight.view(-1)], "parameters")
@@ -49,8 +49,8 @@ def test_the_peak_is_told_by_owner_at_its_moment() -> None:
     with live:
         temporary = kib(8)
         del temporary
-        later = kib(3)
-        live.track([later], "gradients")
+        gradients = kib(3)
+        live.track([gradients], "gradients")
     assert live.peak == 11 * KIB
     assert live.peak_by_owner == {"parameters": 2 * KIB, "optimizer": KIB, "activations": 8 * KIB}
     assert live.by_owner == {"parameters": 2 * KIB, "optimizer": KIB, "gradients": 3 * KIB}
@@ -58,7 +58,7 @@ def test_the_peak_is_told_by_owner_at_its_moment() -> None:
     assert (live.peak, live.peak_by_owner) == (6 * KIB, live.by_owner)
 
 
-def test_storages_that_are_resized_count_as_they_are() -> None:
+def test_resized_storages_count_with_their_current_size() -> None:
     with LiveBytes() as live:
         tensor = kib(4)
         live.track([tensor], "parameters")
@@ -101,7 +101,7 @@ def chain(x: Tensor) -> Tensor:
     return x
 
 
-def test_a_checkpoint_keeps_the_output_alone() -> None:
+def test_a_checkpoint_keeps_only_the_output() -> None:
     inputs = kib(2).requires_grad_()
     with LiveBytes() as plain:
         kept = chain(inputs)
@@ -111,25 +111,25 @@ def test_a_checkpoint_keeps_the_output_alone() -> None:
         assert full.current == 2 * KIB
         kept.sum().backward()
     assert inputs.grad is not None
-    assert full.peak >= 8 * KIB  # everything was made again
+    assert full.peak >= 8 * KIB  # everything was recomputed
 
 
-def test_what_a_selective_checkpoint_caches_is_seen() -> None:
+def test_tensors_cached_by_selective_checkpoints_are_counted() -> None:
     weight = torch.zeros(256, 256, requires_grad=True)
     inputs = kib(2)
 
     def block(x: Tensor) -> Tensor:
         return (x @ weight).tanh().tanh()
 
-    def save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = op is torch.ops.aten.mm.default
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     with LiveBytes() as live:
         kept = checkpoint(
-            block, inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_products)
+            block, inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(save_matmuls)
         )
-        assert live.current == 2 * 2 * KIB  # the matmul and the output; the first tanh is gone
+        assert live.current == 2 * 2 * KIB  # the matmul and the output; the first tanh is freed
         del kept
         assert live.current == 0
 
@@ -159,4 +159,4 @@ def test_fsdp_frees_what_it_gathered() -> None:
         assert before == {"parameters": layer}  # half of each of two layers
         assert peak >= 2 * layer  # at the least one whole layer beside the shards
         assert after["gradients"] == layer
-        assert after.get("activations", 0) < KIB  # gathered weights and buffers are gone; the loss's scalars are left
+        assert after.get("activations", 0) < KIB  # gathered weights and buffers are freed; the loss's scalars are live

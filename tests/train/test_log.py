@@ -42,7 +42,7 @@ def test_a_line_has_the_fields_in_order_and_is_on_disk_at_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+def test_non_finite_values_are_null(tmp_path: Path, value: float) -> None:
     log = MetricsLog(tmp_path)
     log.write(record(loss=value, grad_norm=value, eval_loss=value))
     log.close()
@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
     assert [lines(log.path)[0][name] for name in ("loss", "grad_norm", "eval_loss")] == [None] * 3
 
 
-def test_a_new_run_starts_anew_and_a_resumed_one_repeats_no_step(tmp_path: Path) -> None:
+def test_a_new_run_truncates_and_a_resumed_one_repeats_no_step(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for step in (1, 2, 3, 4):
         log.write(record(step, loss=1.0))
@@ -68,7 +68,7 @@ def test_a_new_run_starts_anew_and_a_resumed_one_repeats_no_step(tmp_path: Path)
     assert lines(log.path) == []
 
 
-def test_resuming_where_there_is_no_file_begins_one(tmp_path: Path) -> None:
+def test_resuming_without_a_file_creates_one(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, resume_step=6)
     log.write(record(7))
     log.close()
@@ -88,13 +88,13 @@ class Recorder:
     """Stands for SummaryWriter and for wandb's run."""
 
     def __init__(self, **fields: Any) -> None:
-        self.fields, self.seen, self.closed = fields, {}, False
+        self.fields, self.logged, self.closed = fields, {}, False
 
     def add_scalar(self, name: str, value: float, global_step: int) -> None:
-        self.seen[name, global_step] = value
+        self.logged[name, global_step] = value
 
     def log(self, values: dict[str, float], step: int) -> None:
-        self.seen |= {(name, step): value for name, value in values.items()}
+        self.logged |= {(name, step): value for name, value in values.items()}
 
     def flush(self) -> None: ...
 
@@ -110,11 +110,11 @@ class Recorder:
 def test_sinks_get_every_known_number(
     name: str, module: str, maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Recorder] = []
+    recorders: list[Recorder] = []
 
     def make(**fields: Any) -> Recorder:
-        made.append(Recorder(**fields))
-        return made[-1]
+        recorders.append(Recorder(**fields))
+        return recorders[-1]
 
     stand_in = ModuleType(module)
     setattr(stand_in, maker, make)
@@ -122,11 +122,11 @@ def test_sinks_get_every_known_number(
     log = MetricsLog(tmp_path, sinks=open_sinks([name], tmp_path, {"layout": {"dp": 2}}))
     log.write(record(3, mfu=None, loss=math.nan))
     log.close()
-    assert set(made[0].seen) == {(field, 3) for field in FIELDS if field not in ("step", "mfu", "loss")}
-    assert made[0].seen["lr", 3] == 3e-4
-    assert made[0].closed
+    assert set(recorders[0].logged) == {(field, 3) for field in FIELDS if field not in ("step", "mfu", "loss")}
+    assert recorders[0].logged["lr", 3] == 3e-4
+    assert recorders[0].closed
     if name == "wandb":
-        assert made[0].fields["config"] == {"layout": {"dp": 2}}
+        assert recorders[0].fields["config"] == {"layout": {"dp": 2}}
 
 
 def test_the_line_shows_what_is_known() -> None:
@@ -140,7 +140,7 @@ def test_the_line_shows_what_is_known() -> None:
     )
 
 
-def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
+def test_a_nan_loss_is_shown() -> None:
     assert "loss nan" in progress_line(record(loss=math.nan), 20, None)
 
 
@@ -181,7 +181,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_one_line_rewritten_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_line_is_redrawn_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     seconds = iter(0.125 * step for step in range(1, 17))
     stream = Terminal()

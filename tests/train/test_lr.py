@@ -23,17 +23,17 @@ def test_linear_falls_to_the_lowest_rate_at_the_last_step() -> None:
     assert rates(steps=6, warmup_steps=1, lr_schedule="linear", min_lr_ratio=0.2) == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_cosine_is_half_way_down_in_the_middle() -> None:
-    seen = rates(steps=5, warmup_steps=0, min_lr_ratio=0.1)
-    assert seen == pytest.approx([1, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 0.55, 0.1 + 0.9 * (1 - math.sqrt(0.5)) / 2, 0.1])
+def test_cosine_is_halfway_in_the_middle() -> None:
+    actual = rates(steps=5, warmup_steps=0, min_lr_ratio=0.1)
+    assert actual == pytest.approx([1, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 0.55, 0.1 + 0.9 * (1 - math.sqrt(0.5)) / 2, 0.1])
 
 
-def test_wsd_stays_and_falls_in_the_last_steps() -> None:
-    seen = rates(steps=10, warmup_steps=2, lr_schedule="wsd", decay_fraction=0.4, min_lr_ratio=0.0)
-    assert seen == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+def test_wsd_is_constant_and_decays_in_the_last_steps() -> None:
+    actual = rates(steps=10, warmup_steps=2, lr_schedule="wsd", decay_fraction=0.4, min_lr_ratio=0.0)
+    assert actual == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
 
 
-def test_wsd_without_decay_stays() -> None:
+def test_wsd_without_decay_is_constant() -> None:
     assert rates(steps=4, warmup_steps=0, lr_schedule="wsd", decay_fraction=0.0) == [1, 1, 1, 1]
 
 

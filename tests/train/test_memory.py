@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 
 
 @dataclass
-class Held:
+class RankMemory:
     """The most bytes of each owner at any gradient of a step, those of gradients after its backward, and the peak."""
 
     top: dict[str, int]
@@ -46,13 +46,13 @@ class Held:
         return sum(self.loads) / len(self.loads)
 
 
-def _measured(engine: Engine) -> Held:
+def _measured(engine: Engine) -> RankMemory:
     engine.step(0)
     engine.step(1)
     gc.collect()
     live, top = LiveBytes(), dict[str, int]()
 
-    def made(parameter: torch.Tensor) -> None:
+    def on_gradient(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             live.track([parameter.grad], "gradients")
         top.update({owner: max(size, top.get(owner, 0)) for owner, size in live.by_owner.items()})
@@ -68,12 +68,12 @@ def _measured(engine: Engine) -> Held:
             live.track(gradients.allocated(), "gradients")
             watched = list(gradients.module.parameters())
         for parameter in watched:
-            parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
     with live:
         engine.backward(engine.read(2))
     peak = live.peak_by_owner
     states = sum(peak.get(owner, 0) for owner in ("weights", "optimizer", "gathered", "gradients"))
-    return Held(top, sum(weight.gradient.nbytes for weight in engine.weights), live.peak, states, _loads(engine))
+    return RankMemory(top, sum(weight.gradient.nbytes for weight in engine.weights), live.peak, states, _loads(engine))
 
 
 def _loads(engine: Engine) -> list[float]:
@@ -92,7 +92,7 @@ def _first_ones(wanted: torch.Tensor, _: MoE) -> torch.Tensor:
     return torch.stack([first, first + 1], -1).expand(rows, columns, 2)
 
 
-def _measured_alike(engine: Engine) -> Held:
+def _measured_alike(engine: Engine) -> RankMemory:
     """Every layer and micro-batch routes alike, so that the load is one number, as in the law."""
     moe.choose = _first_ones  # in this rank's own process
     return _measured(engine)
@@ -106,22 +106,22 @@ def _accounted(engine: Engine) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_owners_add_up_to_what_was_alive_at_the_peak(zero: int) -> None:
+def test_owners_add_up_to_the_live_bytes_at_the_peak(zero: int) -> None:
     """With one micro-batch, shards of gradients come after it."""
-    for total, peak in in_ranks(_accounted, *_asked(MODEL, {"dp": 2, "zero": zero}), training_of()):
+    for total, peak in in_ranks(_accounted, *_job_and_layout(MODEL, {"dp": 2, "zero": zero}), training_of()):
         assert total == peak
 
 
-def _asked(model: Model, fields: dict[str, Any]) -> tuple[Job, Layout]:
+def _job_and_layout(model: Model, fields: dict[str, Any]) -> tuple[Job, Layout]:
     layout = Layout(**{"mbs": 2, **fields})
     cluster = Cluster.load(f"{layout.gpus}xh100")
     engine = Framework.load("ultrascale-eager")
     return job_of(model, seq=128).changed(cluster=cluster, batch_tokens=layout.batch_tokens(128), framework=engine), layout
 
 
-def compared(fields: dict[str, Any]) -> list[tuple[Held, Memory]]:
-    """Per pipeline stage, what its first rank held and what the law says."""
-    job, layout = _asked(MODEL, fields)
+def compared(fields: dict[str, Any]) -> list[tuple[RankMemory, Memory]]:
+    """Per pipeline stage, the measured memory of its first rank and the predicted one."""
+    job, layout = _job_and_layout(MODEL, fields)
     ranks = in_ranks(_measured, job, layout, training_of())
     stages = estimate(job, layout).memory
     return [(ranks[stage.stage * layout.gpus // layout.pp], stage.memory) for stage in stages]
@@ -140,10 +140,10 @@ def compared(fields: dict[str, Any]) -> list[tuple[Held, Memory]]:
     ids=str,
 )
 def test_states_without_zero(fields: dict[str, Any]) -> None:
-    for held, law in compared(fields):
-        assert held.top["weights"] == pytest.approx(law.parameters, rel=0.03)
-        assert held.top["gradients"] == held.gradients == pytest.approx(law.gradients, rel=0.03)
-        assert held.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
+    for measured, law in compared(fields):
+        assert measured.top["weights"] == pytest.approx(law.parameters, rel=0.03)
+        assert measured.top["gradients"] == measured.gradients == pytest.approx(law.gradients, rel=0.03)
+        assert measured.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -163,23 +163,23 @@ def test_states_without_zero(fields: dict[str, Any]) -> None:
 def test_states_with_zero(fields: dict[str, Any]) -> None:
     """FSDP2 holds its shard beside what it keeps gathered: the law calls that the master."""
     layout = Layout(**fields)
-    for held, law in compared(fields):
-        assert held.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
+    for measured, law in compared(fields):
+        assert measured.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
         whole = law.optimizer / 2 * layout.shards  # AdamW's two moments are twice a rank's share
-        assert held.top["weights"] == pytest.approx(whole / layout.shards, rel=0.03)
-        assert held.gradients == pytest.approx(whole / layout.shards, rel=0.03)
+        assert measured.top["weights"] == pytest.approx(whole / layout.shards, rel=0.03)
+        assert measured.gradients == pytest.approx(whole / layout.shards, rel=0.03)
         if layout.zero == 3 and not layout.keep_gathered:
-            assert held.top["weights"] == pytest.approx(law.parameters, rel=0.03)
+            assert measured.top["weights"] == pytest.approx(law.parameters, rel=0.03)
             # Embedding and head, which stay gathered, and two layers at most.
-            assert held.top["gathered"] < 0.8 * whole
+            assert measured.top["gathered"] < 0.8 * whole
         else:
-            assert held.top["gathered"] == pytest.approx(law.parameters, rel=0.03)
-            assert held.top["weights"] == pytest.approx(law.master, rel=0.03)
+            assert measured.top["gathered"] == pytest.approx(law.parameters, rel=0.03)
+            assert measured.top["weights"] == pytest.approx(law.master, rel=0.03)
         if layout.zero == 1:
-            assert held.top["gradients"] == pytest.approx(law.gradients, rel=0.03)  # whole from one micro-batch to the next
+            assert measured.top["gradients"] == pytest.approx(law.gradients, rel=0.03)  # whole from one micro-batch to the next
         else:
-            assert held.gradients == pytest.approx(law.gradients, rel=0.03)
-            assert held.top["gradients"] < 0.6 * whole
+            assert measured.gradients == pytest.approx(law.gradients, rel=0.03)
+            assert measured.top["gradients"] < 0.6 * whole
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_states_with_zero(fields: dict[str, Any]) -> None:
     ids=str,
 )
 def test_activations(fields: dict[str, Any]) -> None:
-    for held, law in compared(fields):
-        assert held.peak - held.states == pytest.approx(law.activations + law.buffers, rel=0.1)
+    for measured, law in compared(fields):
+        assert measured.peak - measured.states == pytest.approx(law.activations + law.buffers, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -221,24 +221,28 @@ def test_activations(fields: dict[str, Any]) -> None:
     ids=str,
 )
 def test_the_rank_with_the_busiest_experts(fields: dict[str, Any]) -> None:
-    job, layout = _asked(EXPERTS, fields)
-    held = max(in_ranks(_measured_alike, job, layout, training_of()), key=lambda rank: rank.load)
-    assert held.loads == pytest.approx(4 * [{1: 1.0, 2: 1.5, 4: 2.0}[layout.ep]])
-    law = _under(job, layout, held.load)
-    assert held.top["weights"] == pytest.approx(law.master or law.parameters, rel=0.03)
-    assert held.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
-    assert held.peak == pytest.approx(_tensors(law), rel=0.02)
+    job, layout = _job_and_layout(EXPERTS, fields)
+    measured = max(in_ranks(_measured_alike, job, layout, training_of()), key=lambda rank: rank.load)
+    assert measured.loads == pytest.approx(4 * [{1: 1.0, 2: 1.5, 4: 2.0}[layout.ep]])
+    law = _under(job, layout, measured.load)
+    assert measured.top["weights"] == pytest.approx(law.master or law.parameters, rel=0.03)
+    assert measured.top["optimizer"] == pytest.approx(law.optimizer, rel=0.03)
+    assert measured.peak == pytest.approx(_tensors(law), rel=0.02)
     if not layout.zero:
-        assert held.peak - held.states == pytest.approx(law.activations + law.buffers, rel=0.03)
+        assert measured.peak - measured.states == pytest.approx(law.activations + law.buffers, rel=0.03)
 
 
 @pytest.mark.parametrize("ep", [2, pytest.param(4, marks=slow)])
-def test_a_router_as_it_is(ep: int) -> None:
+def test_peak_with_an_unbalanced_router(ep: int) -> None:
     """Layers differ: what waits has the mean of their loads, the layer at work its own. The peak lies between the two laws."""
-    job, layout = _asked(EXPERTS, {"dp": ep, "ep": ep})
-    held = max(in_ranks(_measured, job, layout, training_of()), key=lambda rank: rank.load)
-    assert max(held.loads) > 1.2
-    assert 0.97 * _tensors(_under(job, layout, held.load)) < held.peak < 1.03 * _tensors(_under(job, layout, max(held.loads)))
+    job, layout = _job_and_layout(EXPERTS, {"dp": ep, "ep": ep})
+    measured = max(in_ranks(_measured, job, layout, training_of()), key=lambda rank: rank.load)
+    assert max(measured.loads) > 1.2
+    assert (
+        0.97 * _tensors(_under(job, layout, measured.load))
+        < measured.peak
+        < 1.03 * _tensors(_under(job, layout, max(measured.loads)))
+    )
 
 
 def _under(job: Job, layout: Layout, load: float) -> Memory:

@@ -20,17 +20,17 @@ def engine(optimizer: str, **fields: object) -> Engine:
 
 def stepped(optimizer: str) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
     """Per parameter: the values before and after each of three steps, and the gradients between."""
-    made = engine(optimizer)
-    values = [[weight.local.clone()] for weight in made.weights]
-    gradients: list[list[torch.Tensor]] = [[] for _ in made.weights]
+    trainer = engine(optimizer)
+    values = [[weight.local.clone()] for weight in trainer.weights]
+    gradients: list[list[torch.Tensor]] = [[] for _ in trainer.weights]
     for step in range(3):
-        loss = made.backward(made.read(step))
-        for kept, weight in zip(gradients, made.weights, strict=True):
+        loss = trainer.backward(trainer.read(step))
+        for kept, weight in zip(gradients, trainer.weights, strict=True):
             kept.append(weight.gradient.clone())
-        made.update(step, loss)
-        for kept, weight in zip(values, made.weights, strict=True):
+        trainer.update(step, loss)
+        for kept, weight in zip(values, trainer.weights, strict=True):
             kept.append(weight.local.clone())
-    return [(w.shard.name, v, g) for w, v, g in zip(made.weights, values, gradients, strict=True)]
+    return [(w.shard.name, v, g) for w, v, g in zip(trainer.weights, values, gradients, strict=True)]
 
 
 def decay(name: str) -> float:
@@ -60,29 +60,29 @@ def test_sgd(optimizer: str, momentum: float) -> None:
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
-    made = engine("adamw")
-    loss = made.backward(made.read(0))
-    made.optimizer.scale_gradients(0.0)
-    before = [weight.local.clone() for weight in made.weights]
-    made.update(0, loss)
-    for old, weight in zip(before, made.weights, strict=True):
+    trainer = engine("adamw")
+    loss = trainer.backward(trainer.read(0))
+    trainer.optimizer.scale_gradients(0.0)
+    before = [weight.local.clone() for weight in trainer.weights]
+    trainer.update(0, loss)
+    for old, weight in zip(before, trainer.weights, strict=True):
         kept = 1 - LR * decay(weight.shard.name)
         torch.testing.assert_close(weight.local, old * kept)
-    assert sum(decay(weight.shard.name) == 0 for weight in made.weights) == 2 + 4 * (4 + 6)
+    assert sum(decay(weight.shard.name) == 0 for weight in trainer.weights) == 2 + 4 * (4 + 6)
 
 
 def test_the_rate_is_that_of_the_step() -> None:
-    made = engine("sgd", warmup_steps=2, weight_decay=0.0)
+    trainer = engine("sgd", warmup_steps=2, weight_decay=0.0)
     rates = []
     for step in range(3):
-        loss = made.backward(made.read(step))
-        before, gradient = made.weights[0].local.clone(), made.weights[0].gradient.clone()
-        result = made.update(step, loss)
-        torch.testing.assert_close(made.weights[0].local, before - result.lr * gradient)
+        loss = trainer.backward(trainer.read(step))
+        before, gradient = trainer.weights[0].local.clone(), trainer.weights[0].gradient.clone()
+        result = trainer.update(step, loss)
+        torch.testing.assert_close(trainer.weights[0].local, before - result.lr * gradient)
         rates.append(result.lr)
     assert rates == pytest.approx([LR / 2, LR, LR])
 
 
 def test_an_optimizer_it_does_not_have_is_refused() -> None:
-    said = supported.job_problem(job_of("llama", optimizer="muon"))
-    assert said == "job.optimizer is muon but the engine steps with adamw, sgd-momentum, sgd: try adamw"
+    problem = supported.job_problem(job_of("llama", optimizer="muon"))
+    assert problem == "job.optimizer is muon but the engine steps with adamw, sgd-momentum, sgd: try adamw"

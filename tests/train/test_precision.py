@@ -13,7 +13,7 @@ from ultrascale.specs.model import Model
 from ultrascale.train.engine import Engine
 from ultrascale.train.optimizer import LossScale
 
-# Products in half precision are slow on a CPU without it.
+# Matmuls in half precision are slow on a CPU without it.
 MODEL = Model(name="small", layers=2, hidden=16, heads=2, kv_heads=1, ffn=32, vocab=32, tied_embeddings=True)
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 slow = pytest.mark.slow
@@ -44,10 +44,10 @@ def test_against_one_process(precision: str, gradients: str, fields: dict[str, A
     reference = one_process(job, layout.dp * layout.gas, training)
     close = ROUNDING[precision] * (4 if gradients == "fp32" else 8)
     assert max(gradient_errors(ranks, reference, job).values()) < close
-    for seen in ranks:
-        assert relative(seen.losses, reference.losses) < close / 10
-        assert relative(seen.norms, reference.norms) < close
-    assert all(piece.gradient.dtype == torch.float32 for seen in ranks for piece in seen.pieces) or gradients == "bf16"
+    for result in ranks:
+        assert relative(result.losses, reference.losses) < close / 10
+        assert relative(result.norms, reference.norms) < close
+    assert all(piece.gradient.dtype == torch.float32 for result in ranks for piece in result.pieces) or gradients == "bf16"
 
 
 def _job(precision: str, **fields: Any) -> Any:
@@ -57,12 +57,12 @@ def _job(precision: str, **fields: Any) -> Any:
 def test_it_is_near_fp32() -> None:
     exact = one_process(_job("fp32"), 2, training_of())
     for precision in ("bf16", "fp16"):
-        seen = one_process(_job(precision), 2, training_of(loss_scale=1024.0))
-        assert relative(seen.losses, exact.losses) < ROUNDING[precision]
-        assert seen.losses != exact.losses  # it did compute in another format
+        result = one_process(_job(precision), 2, training_of(loss_scale=1024.0))
+        assert relative(result.losses, exact.losses) < ROUNDING[precision]
+        assert result.losses != exact.losses  # it did compute in another format
         # Gradients still carry the factor: it goes when they are used.
         scale = 1024.0 if precision == "fp16" else 1.0
-        lengths = [float(piece.gradient.norm()) / scale for piece in seen.pieces]
+        lengths = [float(piece.gradient.norm()) / scale for piece in result.pieces]
         assert relative(lengths, [float(piece.gradient.norm()) for piece in exact.pieces]) < 0.1
 
 
@@ -77,8 +77,8 @@ def _masters(engine: Engine) -> list[tuple[str, torch.Tensor, torch.Tensor, torc
 @pytest.mark.parametrize("fields", [{}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
 def test_masters_keep_what_half_precision_cannot(fields: dict[str, Any]) -> None:
     training = training_of(lr=1e-6, weight_decay=0.0)
-    for seen in in_ranks(_masters, _job("bf16"), Layout(**fields), training):
-        for name, before, after, computes in seen:
+    for masters in in_ranks(_masters, _job("bf16"), Layout(**fields), training):
+        for name, before, after, computes in masters:
             assert before.dtype == after.dtype == torch.float32
             if "norm" in name and after.numel():
                 assert torch.equal(before, torch.ones_like(before))
@@ -86,7 +86,7 @@ def test_masters_keep_what_half_precision_cannot(fields: dict[str, Any]) -> None
                 assert 0 < float((after - before).abs().max()) < 2e-6
                 assert fields.get("zero") or torch.equal(computes, torch.ones_like(computes))
             assert fields.get("zero") or (computes.dtype == torch.bfloat16 and torch.equal(computes, after.bfloat16()))
-        rounded = [bool((before != before.bfloat16().float()).any()) for name, before, _, _ in seen if "norm" not in name]
+        rounded = [bool((before != before.bfloat16().float()).any()) for name, before, _, _ in masters if "norm" not in name]
         assert any(rounded)  # the first weights are not those of a half-precision copy
 
 
@@ -126,11 +126,11 @@ def test_an_overflow_skips_the_step_on_every_rank(fields: dict[str, Any]) -> Non
 
 def test_the_scale_doubles_after_its_window_and_never_falls_below_one() -> None:
     scale = LossScale(training_of(loss_scale=4.0, loss_scale_window=2), used=True)
-    seen = []
+    scales = []
     for overflow in (False, False, False, True, False, False, True, True, True, True):
         scale.update(overflow)
-        seen.append(scale.value)
-    assert seen == [4, 8, 8, 4, 4, 8, 4, 2, 1, 1]
+        scales.append(scale.value)
+    assert scales == [4, 8, 8, 4, 4, 8, 4, 2, 1, 1]
     unused = LossScale(training_of(loss_scale=4.0), used=False)
     unused.update(overflow=True)
     assert unused.value == 1

@@ -14,7 +14,7 @@ def test_steps_in_order_skipped_and_again() -> None:
     assert [ahead.take(number) for number in (0, 1, 2, 7, 8, 3, 3)] == [0, 10, 20, 70, 80, 30, 30]
 
 
-def test_the_next_is_read_before_it_is_asked_for_and_nothing_beyond_the_end() -> None:
+def test_the_next_batch_is_prefetched_and_none_beyond_the_end() -> None:
     read, known = [], threading.Event()
 
     def work(number: int) -> int:
@@ -28,10 +28,10 @@ def test_the_next_is_read_before_it_is_asked_for_and_nothing_beyond_the_end() ->
     assert known.wait(10)
     assert ahead.take(1) == 1
     assert read == [0, 1]
-    assert ahead.take(5) == 5  # asked for all the same
+    assert ahead.take(5) == 5  # requested all the same
 
 
-def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
+def test_a_prefetch_error_is_raised_at_its_step() -> None:
     def work(number: int) -> int:
         if number == 1:
             raise ValueError("the disk is gone")

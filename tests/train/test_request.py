@@ -42,7 +42,7 @@ def planned(layout: Layout, seq: int = 128, precision: str = "fp32") -> Plan:
         (("layout.cp=2", "layout.context_parallel=ring", "layout.zero=3"), 2),
     ],
 )
-def test_a_try_has_one_batch_whatever_its_layout(words, world):
+def test_a_default_run_has_one_batch_for_every_layout(words, world):
     request = tried(*words, world=world)
     assert request.layout.dp * request.layout.mbs * request.layout.gas == TRY_SEQUENCES
     assert request.layout.gpus == world
@@ -53,7 +53,7 @@ def test_micro_batch_and_accumulation_together_are_the_batch():
     assert (layout.dp, layout.mbs, layout.gas) == (2, 1, 3)
 
 
-def test_the_processes_give_dp():
+def test_dp_follows_from_the_processes():
     assert tried("layout.tp=2", world=8).layout.dp == 4
 
 
@@ -62,7 +62,7 @@ def test_schedules_with_two_stages_per_rank_get_them():
     assert tried("layout.pp=2", "layout.schedule=interleaved", "layout.virtual_stages=4", world=2).layout.virtual_stages == 4
 
 
-def test_a_plan_is_fitted_to_the_processes_and_says_so():
+def test_a_plan_is_adapted_to_the_processes_with_a_note():
     request = from_plan(planned(Layout(dp=4, gas=2)), Overrides.parse(["layout.tp=2"]), 4)
     assert (request.layout.dp, request.layout.tp, request.layout.gas) == (2, 2, 4)
     assert any("layout.dp=2" in note for note in request.notes)
@@ -102,7 +102,7 @@ def test_a_plan_in_bf16_runs_in_fp32_where_there_is_no_gpu():
         (["layout.ep=2"], 2, "no experts"),
     ],
 )
-def test_what_cannot_run_is_refused_with_what_would(words, world, says):
+def test_unrunnable_requests_are_refused_with_an_alternative(words, world, says):
     with pytest.raises(SpecError) as refused:
         tried(*words, world=world)
     assert says in str(refused.value)
@@ -142,7 +142,7 @@ def test_latent_attention_is_refused():
         ("tiny-moe", ["layout.ep=3"], "layout.ep is 3 but must divide both the 8 experts and dp·cp·tp = 2: try"),
     ],
 )
-def test_what_experts_cannot_do_is_refused(model, words, says):
+def test_unsupported_expert_settings_are_refused(model, words, says):
     with pytest.raises(SpecError) as refused:
         from_model(Model.load(model), Overrides.parse(words), 2)
     assert says in str(refused.value)

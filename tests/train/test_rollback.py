@@ -1,4 +1,4 @@
-"""Roll-backs: what they set aside, that a kill at any moment loses nothing, and that no abandoned checkpoint is resumed."""
+"""Roll-backs: what they set aside, that a kill at any time loses nothing, and that no abandoned checkpoint is resumed."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_a_rollback_sets_later_checkpoints_and_rows_aside(three: Path) -> None:
     assert planned is not None
     assert branches(three) == dict.fromkeys(["step-000002", "step-000004", "step-000006"], "first")  # nothing has moved yet
     assert checkpoint.newest(three) == source
-    said = history.describe_rollback(three, planned)
-    assert said.startswith("step-000004, step-000006 of the branch that the run leaves are set aside in ")
-    assert f"return to it with --resume {three}/checkpoints/abandoned-001/step-000006" in said
+    text = history.describe_rollback(three, planned)
+    assert text.startswith("step-000004, step-000006 of the branch that the run leaves are set aside in ")
+    assert f"return to it with --resume {three}/checkpoints/abandoned-001/step-000006" in text
     assert history.finish_rollback(three) == three / "checkpoints" / "step-000002"
     assert list(branches(three)) == ["abandoned-001/step-000004", "abandoned-001/step-000006", "step-000002"]
     assert (three / "checkpoints" / "latest").read_text() == "step-000002\n"
@@ -163,7 +163,7 @@ def contents(run: Path) -> dict[str, str]:
 
 @pytest.mark.quick_cases("step-000002")
 @pytest.mark.parametrize("name", ["step-000002", "abandoned-001/step-000006"])
-def test_a_kill_between_any_two_operations_loses_nothing(three: Path, tmp_path: Path, name: str) -> None:
+def test_a_kill_between_any_two_operations_loses_no_checkpoint(three: Path, tmp_path: Path, name: str) -> None:
     if name.startswith("abandoned"):
         roll_back(three, "step-000002")
         train(three, 3, 6, "second")
@@ -189,7 +189,7 @@ def test_a_kill_between_any_two_operations_loses_nothing(three: Path, tmp_path: 
             history.finish_rollback(run)
             assert contents(run) == contents(finished), calls
     assert code == 0
-    assert found == sorted(found, key=[before, after].index)  # from the moment of the record on, it is the new one
+    assert found == sorted(found, key=[before, after].index)  # once the record is written, it is the new one
     assert found.index(after) == 4  # mkdir, fsync, chmod and rename of the record
     assert calls > 15
 
@@ -203,14 +203,12 @@ def curve(run: Path, file: str = "metrics.jsonl") -> dict[int, float]:
 def trained(tmp_path: Path, run: Run) -> Path:
     words = ("--seq", 32, "train.data=synthetic", "train.warmup_steps=0", "checkpoint.every=2", "checkpoint.keep=0")
     out = tmp_path / "run"
-    code, _, said = run("train", "--model", "tiny", "--steps", 6, "--out", out, *words)
-    assert code == 0, said
+    code, _, err = run("train", "--model", "tiny", "--steps", 6, "--out", out, *words)
+    assert code == 0, err
     return out
 
 
-def test_a_rolled_back_run_that_is_killed_goes_on_from_where_it_was_rolled_back_to(
-    trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes_after_its_rollback(trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from ultrascale.train.engine import Engine
 
     first = curve(trained)
@@ -220,20 +218,20 @@ def test_a_rolled_back_run_that_is_killed_goes_on_from_where_it_was_rolled_back_
 
     with monkeypatch.context() as patched:
         patched.setattr(Engine, "backward", killed)
-        code, _, said = run("train", "--resume", trained / "checkpoints" / "step-000002", "train.lr=1e-2")
+        code, _, err = run("train", "--resume", trained / "checkpoints" / "step-000002", "train.lr=1e-2")
     assert code != 0
-    assert "step-000004, step-000006 of the branch that the run leaves are set aside" in said
+    assert "step-000004, step-000006 of the branch that the run leaves are set aside" in err
     assert checkpoint.latest(trained).step == 2
-    code, _, said = run("train", "--resume", trained)
-    assert code == 0, said
-    assert "as the last launch from this checkpoint was given, which saved none: train.lr=0.01" in said.replace("\n", " ")
+    code, _, err = run("train", "--resume", trained)
+    assert code == 0, err
+    assert "as the last launch from this checkpoint was given, which saved none: train.lr=0.01" in err.replace("\n", " ")
     second = curve(trained)
     assert list(second) == [1, 2, 3, 4, 5, 6]
     assert [second[step] == first[step] for step in second] == [True, True, True, False, False, False]
     assert checkpoint.latest(trained).training.lr == 1e-2
     assert curve(trained, "metrics.abandoned-001.jsonl") == first
-    code, _, said = run("train", "--resume", trained / "checkpoints" / "abandoned-001" / "step-000004", "--steps", 6)
-    assert code == 0, said
+    code, _, err = run("train", "--resume", trained / "checkpoints" / "abandoned-001" / "step-000004", "--steps", 6)
+    assert code == 0, err
     assert curve(trained) == first
     assert curve(trained, "metrics.abandoned-002.jsonl") == second
     assert [one.name for one in checkpoint.complete(trained)] == ["step-000002", "step-000004", "step-000006"]
@@ -241,9 +239,9 @@ def test_a_rolled_back_run_that_is_killed_goes_on_from_where_it_was_rolled_back_
 
 def test_settings_of_a_launch_that_saved_are_those_of_its_checkpoint(trained: Path, run: Run) -> None:
     assert run("train", "--resume", trained, "--steps", 8, "train.lr=1e-2")[0] == 0
-    code, _, said = run("train", "--resume", trained, "--steps", 10)
-    assert code == 0, said
-    assert "as the last launch" not in said
+    code, _, err = run("train", "--resume", trained, "--steps", 10)
+    assert code == 0, err
+    assert "as the last launch" not in err
     assert checkpoint.latest(trained).training.lr == 1e-2
 
 

@@ -142,7 +142,7 @@ def test_head_of_llama() -> None:
     assert activations.head(of, LayoutColumns.of([Layout(tp=8)])).peak[0] == 8192 * ((16_384 + 2 * 256_512) / 8 + 8)
 
 
-def test_head_that_makes_its_gradients_at_once() -> None:
+def test_head_that_computes_its_gradients_in_forward() -> None:
     """8192 tokens, 4096 at a time.
 
     Kept: norm's input and the hidden states' gradient 2·8192, 8 bytes, and 525,336,576 weights in fp32. At the peak a chunk's
@@ -164,7 +164,7 @@ def test_head_that_makes_its_gradients_at_once() -> None:
     [({}, {"tp": 8}), ({}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}), ({"precision": "fp16"}, {})],
     ids=str,
 )
-def test_where_the_loss_stays_whole(fields: dict[str, str], layout: dict[str, object]) -> None:
+def test_layouts_whose_loss_is_not_chunked(fields: dict[str, str], layout: dict[str, object]) -> None:
     """Over a cut vocabulary and before a split backward the loss is plain operators'; fp16 has a compiled graph of it, which
     keeps the logits and writes their gradient over them.
     """

@@ -39,7 +39,7 @@ def test_a_split_backward_keeps_what_weight_gradients_need() -> None:
     assert [live.at(event).activations.tolist() for event in range(END)] == [[10, 20], [0, 20], [0, 20]]
 
 
-def test_the_fullest_of_points_is_chosen_row_by_row() -> None:
+def test_the_peak_event_is_selected_per_row() -> None:
     nothing, live = MemoryPoint.nothing(2), walk(TENSORS, END, rows=2)
     found = fullest(nothing, live.at(LOSS), live.at(BACKWARD))
     assert (found.activations.tolist(), found.buffers.tolist()) == ([0, 80], [50, 0])

@@ -44,9 +44,9 @@ def same(stage: StageMemory, **by_hand: float) -> None:
     ],
 )
 def test_the_playbooks_bytes_per_parameter(zero: int, per_parameter: tuple[float, ...]) -> None:
-    held = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=zero)).memory[0].memory
+    memory = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=zero)).memory[0].memory
     for owner, each in zip(("parameters", "master", "gradients", "optimizer"), per_parameter, strict=True):
-        assert getattr(held, owner) == pytest.approx(N8 * each, rel=1e-12)
+        assert getattr(memory, owner) == pytest.approx(N8 * each, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_the_playbooks_bytes_per_parameter(zero: int, per_parameter: tuple[float
     ],
 )
 def test_other_formats(fields: dict[str, Any], per_parameter: tuple[float, ...]) -> None:
-    held = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8), **fields).memory[0].memory
+    memory = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8), **fields).memory[0].memory
     for owner, each in zip(("parameters", "master", "gradients", "optimizer"), per_parameter, strict=True):
-        assert getattr(held, owner) == pytest.approx(N8 * each, rel=1e-12)
+        assert getattr(memory, owner) == pytest.approx(N8 * each, rel=1e-12)
 
 
 def test_llama_8b_zero_3_on_8_gpus() -> None:
@@ -104,7 +104,7 @@ def test_llama_8b_zero_1_on_8_gpus() -> None:
     )
 
 
-def test_keeping_zero_3_gathered_holds_the_whole_copy() -> None:
+def test_keep_gathered_holds_all_parameters() -> None:
     kept = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, keep_gathered=True)).memory[0].memory
     twice = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3)).memory[0].memory
     assert kept.parameters == 2 * N8
@@ -114,16 +114,16 @@ def test_keeping_zero_3_gathered_holds_the_whole_copy() -> None:
 
 def test_hsdp_shards_over_its_own_group() -> None:
     """64 data ranks, sharded over 8: every replica group holds what 8 GPUs hold."""
-    held = predict("llama-3-8b", "64xh100", 8192, Layout(dp=64, zero=3, zero_shards=8)).memory[0].memory
-    assert held.parameters == pytest.approx(2 * N8 / 8)
-    assert held.optimizer == pytest.approx(8 * N8 / 8)
+    memory = predict("llama-3-8b", "64xh100", 8192, Layout(dp=64, zero=3, zero_shards=8)).memory[0].memory
+    assert memory.parameters == pytest.approx(2 * N8 / 8)
+    assert memory.optimizer == pytest.approx(8 * N8 / 8)
 
 
 def test_offload_moves_states_to_the_host() -> None:
     layout = Layout(dp=8, zero=3, offload="optimizer")
-    held = predict("llama-3-8b", "8xh100", 8192, layout).memory[0].memory
-    assert (held.master, held.optimizer) == (0, 0)
-    assert held.parameters == pytest.approx(2 * N8 / 8)
+    memory = predict("llama-3-8b", "8xh100", 8192, layout).memory[0].memory
+    assert (memory.master, memory.optimizer) == (0, 0)
+    assert memory.parameters == pytest.approx(2 * N8 / 8)
     away = predict("llama-3-8b", "8xh100", 8192, layout.changed(offload="parameters")).memory[0].memory
     assert (away.parameters, away.master, away.optimizer) == (0, 0, 0)
     assert away.gradients == pytest.approx(4 * N8 / 8)
@@ -218,19 +218,19 @@ def test_gpt3_as_korthikanti_trained_it() -> None:
     first = predicted.memory[0]
     assert first.in_flight == pytest.approx(31 / 3)
     assert first.in_flight == pytest.approx(8 * (1 + 7 / (8 * 3)))
-    held = 12 * (1_811_939_328 / 8 + 84_480) + 617_558_016 / 8 + 25_165_824
+    parameters_on_rank = 12 * (1_811_939_328 / 8 + 84_480) + 617_558_016 / 8 + 25_165_824
     same(
         first,
-        parameters=2 * held,
-        master=4 * held,
-        gradients=4 * held,
-        optimizer=8 * held,
+        parameters=2 * parameters_on_rank,
+        master=4 * parameters_on_rank,
+        gradients=4 * parameters_on_rank,
+        optimizer=8 * parameters_on_rank,
         activations=31 * 4 * 106.95e6 + 251.7e6 + 37.7e6,
         buffers=2048 * 24_576 * (1 + 2 / 8) + 2 * (1_811_939_328 / 8 + 84_480),
     )
 
 
-def test_a_full_pipeline_under_afab_holds_every_micro_batch_and_loss() -> None:
+def test_afab_keeps_all_micro_batches_and_losses() -> None:
     """16 micro-batches on 4 ranks: all held; the last stage also keeps 15 finished losses (norm, statistics, bf16 logits)."""
     layout = Layout(tp=8, pp=4, gas=16, schedule="afab", recompute="selective")
     predicted = predict("llama-3-70b", "32xh100", 8192, layout)
@@ -240,7 +240,7 @@ def test_a_full_pipeline_under_afab_holds_every_micro_batch_and_loss() -> None:
     assert predicted.memory[3].memory.activations == pytest.approx(16 * 19 * 189.0e6 + 15 * loss + at_loss, rel=0.001)
 
 
-def test_deferred_weight_gradients_bring_dropped_tensors_back() -> None:
+def test_deferred_weight_gradients_keep_their_inputs() -> None:
     """Zero-bubble on 4 ranks, selective: every rank holds 4 micro-batches, and r + 1 of them wait with their whole layers.
 
     B/token and layer over tp 8: whole (4·16,384 + q, output 32,768 + k, v 4,096 + log-sum-exp 256 + MLP 3·57,344) / 8 = 34,336;
@@ -256,7 +256,7 @@ def test_deferred_weight_gradients_bring_dropped_tensors_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "bytes_per_token"),
+    ("variant", "bytes_per_token"),
     [
         # Llama-3-8B: k and v of a token 2·2·1024 = 4096 B, q 8192 B; 8 ranks
         ("zigzag", 2 * 4096),
@@ -264,18 +264,18 @@ def test_deferred_weight_gradients_bring_dropped_tensors_back() -> None:
         ("ulysses", 8192 + 4096),
     ],
 )
-def test_buffers_of_context_parallelism(exchange: str, bytes_per_token: int) -> None:
-    held = predict("llama-3-8b", "8xh100", 65536, Layout(cp=8, context_parallel=exchange)).memory[0].memory
-    assert held.buffers == pytest.approx(8192 * bytes_per_token + 2 * 218_112_000)
+def test_buffers_of_context_parallelism(variant: str, bytes_per_token: int) -> None:
+    memory = predict("llama-3-8b", "8xh100", 65536, Layout(cp=8, context_parallel=variant)).memory[0].memory
+    assert memory.buffers == pytest.approx(8192 * bytes_per_token + 2 * 218_112_000)
 
 
-def test_experts_shard_over_what_ep_leaves() -> None:
+def test_expert_states_shard_over_dp_divided_by_ep() -> None:
     """Mixtral-8x7B, dp 8, ep 4, ZeRO-1: the trunk's states over 8, the experts' over 8 / 4 = 2."""
     expert = 32 * 2 * 3 * 4096 * 14336
     trunk = 46_702_792_704 - 4 * expert
-    held = predict("mixtral-8x7b", "8xh200", 4096, Layout(dp=8, ep=4, zero=1)).memory[0].memory
-    assert held.optimizer == pytest.approx(8 * (trunk / 8 + expert / 2))
-    assert held.parameters == pytest.approx(2 * (trunk + expert))
+    memory = predict("mixtral-8x7b", "8xh200", 4096, Layout(dp=8, ep=4, zero=1)).memory[0].memory
+    assert memory.optimizer == pytest.approx(8 * (trunk / 8 + expert / 2))
+    assert memory.parameters == pytest.approx(2 * (trunk + expert))
 
 
 def test_the_worked_example_of_the_documentation() -> None:
@@ -283,9 +283,9 @@ def test_the_worked_example_of_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
     printed = dict(re.findall(r"^\| (\w+) \|[^|\n]*\| (\d+\.\d\d) \|$", text, flags=re.MULTILINE))
     predicted = predict("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, gas=8, recompute="selective"))
-    held = {owner: bytes_ / GIB for owner, bytes_ in predicted.memory[0].memory.model_dump().items()}
+    owners_gib = {owner: bytes_ / GIB for owner, bytes_ in predicted.memory[0].memory.model_dump().items()}
     assert {name: float(gib) for name, gib in printed.items()} == {
-        name: pytest.approx(gib, abs=0.006) for name, gib in {**held, "peak": predicted.peak_gib}.items()
+        name: pytest.approx(gib, abs=0.006) for name, gib in {**owners_gib, "peak": predicted.peak_gib}.items()
     }
 
 
@@ -301,12 +301,12 @@ def test_the_worked_example_of_the_documentation() -> None:
     ],
     ids=["1b", "1b selective", "1b full", "3b", "3b full"],
 )
-def test_what_one_gpu_was_measured_to_hold(shape: dict[str, int], mbs: int, recompute: str, measured: float) -> None:
+def test_peaks_measured_on_one_gpu(shape: dict[str, int], mbs: int, recompute: str, measured: float) -> None:
     model = Model(name="untied", ffn=8192, kv_heads=8, vocab=128_256, **shape)
     cluster, engine = Cluster.load("1xh200"), Framework.load("ultrascale-gpu")
     job = Job(model=model, cluster=cluster, seq=4096, batch_tokens=mbs * 4096, framework=engine)
-    held = estimate(job, Layout(mbs=mbs, recompute=recompute)).memory[0].memory
-    assert (held.total - held.runtime) / GIB == pytest.approx(measured, rel=0.035)
+    memory = estimate(job, Layout(mbs=mbs, recompute=recompute)).memory[0].memory
+    assert (memory.total - memory.runtime) / GIB == pytest.approx(measured, rel=0.035)
 
 
 @pytest.mark.parametrize(
@@ -319,22 +319,20 @@ def test_what_one_gpu_was_measured_to_hold(shape: dict[str, int], mbs: int, reco
     ],
     ids=str,
 )
-def test_gradients_stay_as_made_where_nothing_is_added_to_them(
-    layout: dict[str, Any], fields: dict[str, Any], stays: bool
-) -> None:
+def test_unaccumulated_gradients_are_not_live_at_the_peak(layout: dict[str, Any], fields: dict[str, Any], stays: bool) -> None:
     """16 GB of gradients in bf16, 150 GB of activations: none at the loss, and then they find room where backward has been."""
     engine = Framework(fused_blocks=True)
-    held = predict("llama-3-8b", "1xh200", 8192, Layout(mbs=4, **layout), framework=engine, **fields).memory[0].memory
-    assert held.gradients == (0 if stays else 4 * N8)
+    memory = predict("llama-3-8b", "1xh200", 8192, Layout(mbs=4, **layout), framework=engine, **fields).memory[0].memory
+    assert memory.gradients == (0 if stays else 4 * N8)
 
 
-def test_gradients_of_a_small_batch_outweigh_its_activations() -> None:
+def test_gradients_exceed_activations_of_a_small_batch() -> None:
     """All gradients, 2 bytes each, are there when no activations are.
 
     A layer keeps of a token: two residuals of 8192 bytes, q 8192, k and v 4096, output 8192, log-sum-exp 128, and two
     times 28,672 of the MLP: 94,336 bytes.
     """
     engine = Framework(fused_blocks=True)
-    held = predict("llama-3-8b", "1xh200", 64, Layout(), framework=engine).memory[0].memory
+    memory = predict("llama-3-8b", "1xh200", 64, Layout(), framework=engine).memory[0].memory
     # The head's gradients are counted where the layer works: they are there before it does.
-    assert held.gradients == pytest.approx(2 * N8 - 2 * 128_256 * 4096 - 64 * 32 * 94_336, rel=0.001)
+    assert memory.gradients == pytest.approx(2 * N8 - 2 * 128_256 * 4096 - 64 * 32 * 94_336, rel=0.001)

@@ -1,4 +1,4 @@
-"""The fullest moments of an engine that was followed, byte by byte, for a model small enough to add up by hand.
+"""Peak memory of our engine, byte by byte, for a model small enough to add up by hand.
 
 4 layers, hidden 512, 8 heads of 64, 2 kv heads, MLP 1536, vocabulary 4096, 1024 tokens of bf16. One residual-wide tensor is
 R = 2·1024·512, one as wide as the MLP W = 3·R, keys and values R / 2. A layer keeps 6 R (two norms' inputs and outputs, q,
@@ -41,186 +41,186 @@ def predict(layout: Layout, stage: int = 0, model: Model = SMALL, imbalance: flo
 
 def test_at_the_loss_of_one_rank() -> None:
     """Log-softmax, its gradient and the logits' in fp32; final norm's input and output, two numbers a token. No buffers."""
-    held = predict(Layout())
-    assert held.activations == 4 * LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
-    assert held.buffers == 0
+    memory = predict(Layout())
+    assert memory.activations == 4 * LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    assert memory.buffers == 0
 
 
-def test_with_a_cut_vocabulary_forward_is_fullest() -> None:
+def test_vocab_parallel_loss_peaks_in_forward() -> None:
     """Of half the logits each: bf16, their fp32 copy, their softmax. Keys and values are cut in two as all else is."""
-    held = predict(Layout(tp=2))
-    assert held.activations == 4 * LAYER / 2 + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
+    memory = predict(Layout(tp=2))
+    assert memory.activations == 4 * LAYER / 2 + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
 
 
 def test_the_gate_in_backward_on_a_first_stage() -> None:
-    """Two micro-batches of two layers and what was sent on; the gradient that came, four W (gradients of activation, gate and
-    up, and the gate's activation once more) in place of the activation.
+    """Two micro-batches of two layers and their sent outputs; the received gradient, four W (gradients of activation, gate
+    and up, and the gate's recomputed activation) in place of the activation.
     """
-    held = predict(Layout(pp=2, gas=4))
-    assert held.activations == 2 * (2 * LAYER + ANGLES + R) + R + 3 * W
-    assert held.buffers == 0
+    memory = predict(Layout(pp=2, gas=4))
+    assert memory.activations == 2 * (2 * LAYER + ANGLES + R) + R + 3 * W
+    assert memory.buffers == 0
 
 
-def test_the_loss_of_a_last_stage_beside_a_gradient_on_its_way() -> None:
-    held = predict(Layout(pp=2, gas=4), stage=1)
-    assert held.activations == 2 * LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
-    assert held.buffers == R
+def test_last_stage_loss_with_a_gradient_in_transit() -> None:
+    memory = predict(Layout(pp=2, gas=4), stage=1)
+    assert memory.activations == 2 * LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    assert memory.buffers == R
 
 
-def test_full_recomputation_brings_one_layer_back() -> None:
-    held = predict(Layout(pp=2, gas=4, recompute="full"))
-    assert held.activations == 2 * (2 * R + ANGLES + R) + (LAYER - R) + R + 3 * W
+def test_full_recomputation_restores_one_layer() -> None:
+    memory = predict(Layout(pp=2, gas=4, recompute="full"))
+    assert memory.activations == 2 * (2 * R + ANGLES + R) + (LAYER - R) + R + 3 * W
 
 
 def test_zero_2_at_the_gate() -> None:
-    """What the embedding's gradients were scattered from, fp32, and the last matmul's fresh bf16 ones."""
-    held = predict(Layout(pp=2, dp=2, gas=4, zero=2))
-    assert held.buffers == 4 * 4096 * 512 + 2 * 512 * 1536
+    """The fp32 input of the embedding gradients' reduce-scatter, and the last matmul's fresh bf16 gradients."""
+    memory = predict(Layout(pp=2, dp=2, gas=4, zero=2))
+    assert memory.buffers == 4 * 4096 * 512 + 2 * 512 * 1536
 
 
 def test_zero_3_gathers_two_layers_and_the_embedding() -> None:
-    held = predict(Layout(pp=2, dp=2, gas=4, zero=3))
-    assert held.buffers == 4 * 4096 * 512 + 2 * 512 * 1536 + 2 * (2 * WEIGHTS + 4096 * 512)
+    memory = predict(Layout(pp=2, dp=2, gas=4, zero=3))
+    assert memory.buffers == 4 * 4096 * 512 + 2 * 512 * 1536 + 2 * (2 * WEIGHTS + 4096 * 512)
 
 
 def test_one_micro_batch_has_no_gradients_at_its_loss() -> None:
-    """ZeRO-3: embedding, head and norm are gathered, and the layer that backward begins with; gradients come later."""
-    held = predict(Layout(dp=2, zero=3))
-    assert held.gradients == 0
-    assert held.buffers == 2 * (ENDS + WEIGHTS)
+    """ZeRO-3: embedding, head and norm are gathered, and the layer that backward begins with; gradients do not exist yet."""
+    memory = predict(Layout(dp=2, zero=3))
+    assert memory.gradients == 0
+    assert memory.buffers == 2 * (ENDS + WEIGHTS)
     again = predict(Layout(dp=2, zero=3, gas=2))
     assert again.gradients == pytest.approx(4 * (4 * WEIGHTS + ENDS) / 2)
     assert again.buffers == 2 * (ENDS + WEIGHTS) + 4 * ENDS  # and what was scattered last
 
 
-def test_gradients_that_outgrow_activations() -> None:
-    """Full recomputation, one micro-batch over 2: with two layers done their gradients are there, and activations of two left.
+def test_gradients_larger_than_activations() -> None:
+    """Full recomputation, one micro-batch over 2: after two layers their gradients are live, and activations of two layers.
 
-    At the gate of the third: one layer back, gradients of the head (bf16, whole) and of the last matmul, two layers and the
-    ends gathered, one layer's gradients on their way.
+    At the gate of the third: one recomputed layer, gradients of the head (bf16, whole) and of the last matmul, two layers and
+    the ends gathered, one layer's gradients in the reduce-scatter.
     """
-    held = predict(Layout(dp=2, zero=3, recompute="full"))
-    assert held.gradients == pytest.approx(2 * 4 * WEIGHTS / 2)
-    assert held.activations == pytest.approx(4 * R / 2 + ANGLES + (LAYER - R) + R + 3 * W)
+    memory = predict(Layout(dp=2, zero=3, recompute="full"))
+    assert memory.gradients == pytest.approx(2 * 4 * WEIGHTS / 2)
+    assert memory.activations == pytest.approx(4 * R / 2 + ANGLES + (LAYER - R) + R + 3 * W)
     fresh = 2 * 512 * 1536 + 2 * 4096 * 512
-    assert held.buffers == pytest.approx(fresh + 2 * (2 * WEIGHTS + ENDS) + 4 * WEIGHTS)
+    assert memory.buffers == pytest.approx(fresh + 2 * (2 * WEIGHTS + ENDS) + 4 * WEIGHTS)
 
 
 def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
-    """Zero-bubble: four W on top and none in their place. With tp 2 a layer that is done and waits for its weights' turn keeps
-    two gradients of the whole sequence, the one at work has one; residual-wide tensors are R / 2.
+    """Zero-bubble: four W more, as the activation is kept. With tp 2 a layer with deferred weight gradients keeps two
+    gradients of the whole sequence, the layer in backward one; residual-wide tensors are R / 2.
     """
-    held = predict(Layout(pp=2, gas=4, schedule="zero-bubble"))
-    assert held.activations == 2 * (2 * LAYER + ANGLES + R) + R + 4 * W
+    memory = predict(Layout(pp=2, gas=4, schedule="zero-bubble"))
+    assert memory.activations == 2 * (2 * LAYER + ANGLES + R) + R + 4 * W
     cut = predict(Layout(pp=2, tp=2, gas=4, schedule="zero-bubble"))
     waiting = 2 * (2 * LAYER / 2 + ANGLES + R / 2)
     assert cut.activations == waiting + 2 * (R - R / 2) + R / 2 + R / 2 + R + 4 * W / 2  # and the gradient that came
 
 
-def test_experts_gradients_are_stacked_beside_their_parts() -> None:
+def test_expert_gradients_are_stacked_while_their_parts_are_live() -> None:
     """2048 routed rows: inputs and outputs of 2 R, three of an expert's width (2 R each), the router's fp32 copy of its input
     and scores. The last matmul: gradients of its output, in the output's place, and of its input; twice the bf16 gradients of
     8 matrices.
     """
-    held = predict(Layout(pp=2, gas=4), model=EXPERTS)
-    assert held.activations == 2 * (2 * EXPERT_LAYER + ANGLES + R) + R + 2 * R
-    assert held.buffers == 2 * 2 * 8 * 512 * 512
+    memory = predict(Layout(pp=2, gas=4), model=EXPERTS)
+    assert memory.activations == 2 * (2 * EXPERT_LAYER + ANGLES + R) + R + 2 * R
+    assert memory.buffers == 2 * 2 * 8 * 512 * 512
 
 
-def test_busy_experts_send_home_what_came() -> None:
-    """At the loss: of what waits in a layer, experts' inputs, matmuls and activation grow with the load, outputs do not."""
+def test_expert_load_scales_inputs_and_not_outputs() -> None:
+    """At the loss: of a layer's saved tensors, experts' inputs, matmuls and activation grow with the load, outputs do not."""
     mean, busy = (predict(Layout(dp=2, ep=2), model=EXPERTS, imbalance=load) for load in (1.0, 1.5))
     assert mean.activations == 4 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
     assert busy.activations - mean.activations == 4 * 0.5 * (2 * R + 3 * 2 * R)
 
 
-def test_rows_that_come_home_fill_a_forward() -> None:
-    """tp 2 cuts experts, but not their rows: as they came, weighed, summed, and the gathered input of the layer beside its
-    slice; what is sent on is not made yet.
+def test_combine_is_the_forward_peak_of_tp_sharded_experts() -> None:
+    """tp 2 shards experts, but not their rows. Live are: received rows, weighted rows, their sum, the gathered input of the
+    layer and its shard; the output to send is not allocated yet.
     """
     uncut = 4 * 1024 * 512 + 4 * 1024 * 8 + 2 * 2 * R
     layer = (EXPERT_LAYER - uncut) / 2 + uncut
-    held = predict(Layout(pp=2, tp=2, gas=4), model=EXPERTS)
-    assert held.activations == 2 * (2 * layer + ANGLES + R / 2) + 2 * 2 * R + R + R + R / 2 - R / 2
-    assert held.buffers == 0
+    memory = predict(Layout(pp=2, tp=2, gas=4), model=EXPERTS)
+    assert memory.activations == 2 * (2 * layer + ANGLES + R / 2) + 2 * 2 * R + R + R + R / 2 - R / 2
+    assert memory.buffers == 0
 
 
-def test_weights_that_wait_for_experts_need_less() -> None:
-    """Zero-bubble, the loss of the second micro-batch: of the first, whose weights wait, each layer has let go its input and
-    the router's copy of it; what came from the stage before stays.
+def test_deferred_expert_weight_gradients_free_the_layer_input() -> None:
+    """Zero-bubble, the loss of the second micro-batch: of the first, with deferred weight gradients, each layer has freed
+    its input and the router's copy of it; what the stage received stays.
     """
-    held = predict(Layout(pp=2, gas=4, schedule="zero-bubble"), stage=1, model=EXPERTS)
+    memory = predict(Layout(pp=2, gas=4, schedule="zero-bubble"), stage=1, model=EXPERTS)
     waiting = 2 * EXPERT_LAYER + ANGLES - 2 * (R + 4 * 1024 * 512) + R
-    assert held.activations == waiting + 2 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    assert memory.activations == waiting + 2 * EXPERT_LAYER + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
-def test_a_first_backward_has_only_what_it_scattered_itself() -> None:
-    """AFAB is fullest in its first backward, at the second layer's gate: the first one's shards, what they were scattered from
-    and the last matmul's fresh gradients. No others are there; of the activations a layer's are gone, and the gradient that
-    came is another than the residual's.
+def test_first_backward_buffers_hold_only_its_own_reduce_scatter() -> None:
+    """AFAB peaks in its first backward, at the second layer's gate: the first layer's gradient shards, the input of their
+    reduce-scatter and the last matmul's fresh gradients. No other gradients exist; one layer's activations are freed, and the
+    received gradient is another tensor than the residual's.
     """
-    held = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="afab"))
-    assert held.gradients == 0
-    assert held.buffers == 4 * WEIGHTS / 2 + 4 * WEIGHTS + 2 * 512 * 1536
-    assert held.activations == 4 * (2 * LAYER + ANGLES + R) - LAYER + 2 * R + 3 * W
+    memory = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="afab"))
+    assert memory.gradients == 0
+    assert memory.buffers == 4 * WEIGHTS / 2 + 4 * WEIGHTS + 2 * 512 * 1536
+    assert memory.activations == 4 * (2 * LAYER + ANGLES + R) - LAYER + 2 * R + 3 * W
 
 
-def test_the_first_norm_of_a_layer_whose_backward_is_split() -> None:
+def test_input_norm_of_a_split_backward() -> None:
     """One layer a stage, tp 4: residual-wide tensors are R / 4, keys and values are cut in two. Gradients of both last matmuls
     are whole (one in the place of the other norm's input); beside the layer's input the residual's, the norm's and the received
     gradient, and five tensors in fp32.
     """
-    held = predict(Layout(pp=4, tp=4, gas=4, schedule="zero-bubble"))
+    memory = predict(Layout(pp=4, tp=4, gas=4, schedule="zero-bubble"))
     layer = (6 * R + 4 * 8 * 1024 + 3 * W) / 4 + R / 4
-    assert held.activations == 4 * (layer + ANGLES + R / 4) + 2 * R - R / 4 + 3 * R / 4 + 5 * 2 * R / 4
+    assert memory.activations == 4 * (layer + ANGLES + R / 4) + 2 * R - R / 4 + 3 * R / 4 + 5 * 2 * R / 4
 
 
-def test_the_final_norm_outweighs_few_logits() -> None:
+def test_final_norm_exceeds_logits_of_a_small_vocabulary() -> None:
     """Its input, its output's gradient, five tensors in fp32; 64 logits a token are less."""
-    held = predict(Layout(), model=SMALL.model_copy(update={"vocab": 64}))
-    assert held.activations == 4 * LAYER + ANGLES + 2 * R + 5 * 2 * R
+    memory = predict(Layout(), model=SMALL.model_copy(update={"vocab": 64}))
+    assert memory.activations == 4 * LAYER + ANGLES + 2 * R + 5 * 2 * R
 
 
-def test_a_forward_of_experts_beside_the_buffer_of_its_last_gather() -> None:
-    """ZeRO-1 with one micro-batch. Rows as they came and times their weights, their sum, the normed input; no loss yet."""
+def test_expert_forward_with_the_last_gather_buffer() -> None:
+    """ZeRO-1 with one micro-batch. Received and weighted rows, their sum, the normed input; no loss yet."""
     narrow = SHAPE | {"vocab": 64, "norm": "layernorm"}  # whose backward is one kernel, and which has biases
     model = Model(name="narrow", kv_heads=2, ffn=0, moe=MoE(experts=8, top_k=2, expert_ffn=64), **narrow)
-    held = predict(Layout(dp=2, zero=1), model=model)
-    assert held.activations == 4 * (EXPERT_LAYER - 3 * 2 * R * 7 / 8) + ANGLES + 2 * 2 * R + 2 * R
-    assert held.buffers == 2 * (WEIGHTS + 2 * 512 - 3 * 512 * 1536 + 8 * 512 + 8 * 3 * 512 * 64)
+    memory = predict(Layout(dp=2, zero=1), model=model)
+    assert memory.activations == 4 * (EXPERT_LAYER - 3 * 2 * R * 7 / 8) + ANGLES + 2 * 2 * R + 2 * R
+    assert memory.buffers == 2 * (WEIGHTS + 2 * 512 - 3 * 512 * 1536 + 8 * 512 + 8 * 3 * 512 * 64)
 
 
-def test_every_chunk_keeps_what_it_scattered_last() -> None:
+def test_every_chunk_keeps_its_last_reduce_scatter_buffer() -> None:
     """Interleaved: embedding and head of the chunks that have them, a layer of the others; and the gradient sent last. Where
-    scatters follow the weights' turn, of every chunk the last layer.
+    reduce-scatters follow deferred weight gradients, the last layer of every chunk.
     """
     looped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="interleaved", virtual_stages=2), stage=1)
     assert looped.buffers == 4 * (4096 * 512 + 512) + 4 * WEIGHTS + R
-    bent = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="zb-v", virtual_stages=2))
-    assert bent.buffers == 2 * 4 * WEIGHTS + R
+    v_shaped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="zb-v", virtual_stages=2))
+    assert v_shaped.buffers == 2 * 4 * WEIGHTS + R
 
 
-def test_weights_go_with_the_last_backward() -> None:
-    """ZeRO-2 with one micro-batch is fullest at its loss, though gradients come: a layer's gathered weights go with it."""
-    held = predict(Layout(dp=2, zero=2, recompute="full"))
-    assert (held.gradients, held.buffers) == (0, 0)
-    assert held.activations == 4 * R + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+def test_gathered_weights_are_freed_in_the_last_backward() -> None:
+    """ZeRO-2 with one micro-batch peaks at its loss: backward frees a layer's gathered weights as it adds gradients."""
+    memory = predict(Layout(dp=2, zero=2, recompute="full"))
+    assert (memory.gradients, memory.buffers) == (0, 0)
+    assert memory.activations == 4 * R + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
-def test_checkpointing_sorts_tokens_again() -> None:
+def test_selective_recomputation_repeats_the_token_permutation() -> None:
     """Selective: no outputs of norms and gates, no experts' inputs; q, k, v, attention, both residuals and matmuls stay."""
     layer = 4 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 8 + 2 * R + 2 * 2 * R
-    held = predict(Layout(recompute="selective"), model=EXPERTS)
-    assert held.activations == 4 * layer + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
+    memory = predict(Layout(recompute="selective"), model=EXPERTS)
+    assert memory.activations == 4 * layer + ANGLES + 2 * R + 8 * 1024 + 12 * LOGITS
 
 
-def test_a_product_is_kept_as_its_sum_is_scattered() -> None:
+def test_selective_recomputation_keeps_the_reduce_scattered_output() -> None:
     """tp 2, selective: of attention's last matmul a slice, as of everything else."""
     kept = 3 * R + R // 2 + 4 * 8 * 1024 + 2 * W
-    held = predict(Layout(tp=2, recompute="selective"))
-    assert held.activations == 4 * (kept / 2 + R / 2) + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
+    memory = predict(Layout(tp=2, recompute="selective"))
+    assert memory.activations == 4 * (kept / 2 + R / 2) + ANGLES + R + 8 * 1024 + 10 * LOGITS / 2
 
 
-def test_ulysses_keeps_its_output_in_both_cuts() -> None:
-    held, ring = (predict(Layout(cp=2, context_parallel=kind)) for kind in ("ulysses", "zigzag"))
-    assert held.activations - ring.activations == 4 * R / 2
+def test_ulysses_keeps_its_output_in_both_shardings() -> None:
+    ulysses, ring = (predict(Layout(cp=2, context_parallel=kind)) for kind in ("ulysses", "zigzag"))
+    assert ulysses.activations - ring.activations == 4 * R / 2

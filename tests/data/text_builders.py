@@ -66,16 +66,16 @@ def words(count: int, seed: int = 0) -> list[str]:
 
 
 def tokenizer(path: Path, special: Sequence[str] = ("<|endoftext|>",), size: int = 300) -> Path:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=list(special),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(words(200), trainer)
-    made.enable_truncation(8)  # must not cut documents
-    made.save(str(path))
+    trained.train_from_iterator(words(200), trainer)
+    trained.enable_truncation(8)  # must not cut documents
+    trained.save(str(path))
     return path

@@ -45,16 +45,16 @@ class Device:
         name = f"ncclDevKernel_{kind}_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
         self._add("kernel", name, start, end, launched, NCCL, tid, **args)
 
-    def copy(self, start: float, end: float, launched: float, way: str, size: int) -> None:
-        self._add("gpu_memcpy", f"Memcpy {way}", start, end, launched, COMPUTE, MAIN, bytes=size)
+    def copy(self, start: float, end: float, launched: float, direction: str, size: int) -> None:
+        self._add("gpu_memcpy", f"Memcpy {direction}", start, end, launched, COMPUTE, MAIN, bytes=size)
 
     def _add(self, cat: str, name: str, start: float, end: float, launched: float, stream: int, tid: int, **args: Any) -> None:
         self._correlation += 1
-        told = {"stream": stream, "device": 0, "correlation": self._correlation, **args}
+        details = {"stream": stream, "device": 0, "correlation": self._correlation, **args}
         self.events.append(
             event("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, tid, correlation=self._correlation)
         )
-        self.events.append({**event(cat, name, start, end, stream), "pid": 0, "args": told})
+        self.events.append({**event(cat, name, start, end, stream), "pid": 0, "args": details})
 
 
 def write(path: Path, events: list[dict[str, Any]], rank: int | None = None, **facts: Any) -> Path:

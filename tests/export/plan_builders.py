@@ -1,4 +1,4 @@
-"""Plans to hand over: several models, layouts that use every technique, and some that no other engine can say."""
+"""Plans to hand over: several models, layouts that use every technique, and some that no other engine can express."""
 
 from __future__ import annotations
 

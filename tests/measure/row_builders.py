@@ -1,4 +1,4 @@
-"""Rows of a runs file made by hand, and runs and predictions from them."""
+"""Rows of a runs file, written by hand, and runs and predictions from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ultrascale.measure.accuracy.scores import ScoredRun
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published.csv"
 
-# A row that says everything; `silent` ones are made by taking cells out.
+# A row with every cell; minimal rows are built by removing cells.
 FULL = {
     "id": "full",
     "source": "someone/runs README.md",
@@ -51,10 +51,10 @@ def run(**cells: object) -> MeasuredRun:
 def scored(
     predicted: float | None = 10_000.0, peak: float | None = 50.0, fits: bool | None = True, **cells: object
 ) -> ScoredRun:
-    """A prediction that no model made: what is tested is what follows from it."""
-    made = run(**cells)
-    assert made.reason is None, made.reason
-    return ScoredRun(made, None, predicted, 1.0, peak, fits, None)
+    """A fake prediction: the tests check what is computed from it."""
+    parsed = run(**cells)
+    assert parsed.reason is None, parsed.reason
+    return ScoredRun(parsed, None, predicted, 1.0, peak, fits, None)
 
 
 def write(path: Path, *rows: Mapping[str, Any]) -> Path:
