@@ -23,12 +23,14 @@ def make_job(
     cluster: str | Cluster = "8xh100",
     seq: int = 8192,
     batch: int | Layout = 64,
-    framework: str | Framework | None = None,
+    framework: str | Framework = "playbook",
     **fields: Any,
 ) -> Job:
-    """A job on presets. `batch`: sequences in a step, or the layout that computes them."""
-    if framework is not None:
-        fields["framework"] = Framework.load(framework) if isinstance(framework, str) else framework
+    """A job on presets. `batch`: sequences in a step, or the layout that computes them.
+
+    `framework`: the idealised engine, of which laws are worked out by hand, unless another is named.
+    """
+    fields["framework"] = Framework.load(framework) if isinstance(framework, str) else framework
     return Job(
         model=Model.load(model) if isinstance(model, str) else model,
         cluster=Cluster.load(cluster) if isinstance(cluster, str) else cluster,

@@ -9,6 +9,7 @@ import pytest
 from ultrascale.cost.cheatsheet import formulas, strategies
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -16,7 +17,13 @@ from ultrascale.specs.plan import Plan
 
 
 def planned(model: str, cluster: str, seq: int, layout: Layout) -> Plan:
-    job = Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=layout.batch_tokens(seq))
+    job = Job(
+        model=Model.load(model),
+        cluster=Cluster.load(cluster),
+        seq=seq,
+        batch_tokens=layout.batch_tokens(seq),
+        framework=Framework.load("playbook"),
+    )
     return Plan(job=job, layout=layout, estimate=estimate(job, layout))
 
 

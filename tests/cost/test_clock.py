@@ -18,7 +18,7 @@ from ultrascale.specs.framework import Framework
 
 def job_of(name: str, seq: int, mbs: int, boost: float) -> Job:
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=Efficiency(boost=boost))
-    return make_job(name, cluster, seq, mbs, "ultrascale-gpu")
+    return make_job(name, cluster, seq, mbs, "ultrascale")
 
 
 @pytest.mark.parametrize(

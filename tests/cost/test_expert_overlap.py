@@ -20,7 +20,7 @@ from ultrascale.specs.layout import Layout
 
 
 def job_of(name: str, seq: int, overlap: bool = True, gpus: int = 8) -> Job:
-    engine = Framework.load("ultrascale-gpu").model_copy(update={"expert_overlap": "weight-gradients" if overlap else "none"})
+    engine = Framework.load("ultrascale").model_copy(update={"expert_overlap": "weight-gradients" if overlap else "none"})
     return make_job(name, f"{gpus}xh100", seq, gpus, engine)
 
 

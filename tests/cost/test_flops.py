@@ -8,6 +8,7 @@ from ultrascale.cost import flops
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs import weights
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -110,7 +111,13 @@ def test_a_window_bounds_the_scores() -> None:
 
 def test_hfu_over_mfu() -> None:
     """Llama-3-8B at 8k: full recomputation repeats the layers' third, not the head's: 4/3 − 1,050,673,152 / 57,912,852,480."""
-    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 8)
+    job = Job(
+        model=Model.load("llama-3-8b"),
+        cluster=Cluster.load("8xh100"),
+        seq=8192,
+        batch_tokens=8192 * 8,
+        framework=Framework.load("playbook"),
+    )
     full = estimate(job, Layout(dp=8, zero=3, recompute="full"))
     assert full.hfu / full.mfu == pytest.approx(4 / 3 - 0.018142, abs=1e-5)
     for policy in ("none", "selective"):

@@ -13,6 +13,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.network import Op, mesh
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -128,7 +129,13 @@ def test_gpu_estimates_ignore_host_constants() -> None:
     layout = Layout(dp=8)
     other = {"softmax_gscores_s": 1e-3}
     jobs = [
-        Job(model=Model.load("llama-3-8b"), cluster=cluster, seq=4096, batch_tokens=8 * 4096)
+        Job(
+            model=Model.load("llama-3-8b"),
+            cluster=cluster,
+            seq=4096,
+            batch_tokens=8 * 4096,
+            framework=Framework.load("playbook"),
+        )
         for cluster in (
             Cluster.load("8xh100"),
             Cluster.load("8xh100").model_copy(update={"efficiency": Efficiency(**other)}),

@@ -21,7 +21,7 @@ OVERHEAD_S = Efficiency().step_overhead_s
 
 
 def job_of(
-    name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale-gpu", graphs: bool = False, **constants: float
+    name: str = "llama-3.2-1b", gas: int = 1, framework: str = "ultrascale", graphs: bool = False, **constants: float
 ) -> Job:
     given = Efficiency(**{"kernel_launch_s": EACH_S, **constants})
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=given)

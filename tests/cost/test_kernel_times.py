@@ -21,6 +21,7 @@ from ultrascale.cost.kernels import (
 )
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -146,7 +147,13 @@ def test_within_a_step_every_matmul_has_the_throttled_clock() -> None:
 
 def test_in_a_step_a_larger_micro_batch_costs_no_more_a_token() -> None:
     """Llama-3-8B's gate and up on an H100: alone, 16,384 rows take longer than twice 8,192; in a step they do not."""
-    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**20)
+    job = Job(
+        model=Model.load("llama-3-8b"),
+        cluster=Cluster.load("8xh100"),
+        seq=4096,
+        batch_tokens=2**20,
+        framework=Framework.load("playbook"),
+    )
     shapes = [(np.asarray(m), np.asarray(28_672.0), np.asarray(4096.0)) for m in (8192.0, 16_384.0)]
     in_step = [float(ClusterRates(job).matmul_s(*shape)) for shape in shapes]
     alone = [float(own_time_s(load_surface("h100", "bf16"), *shape)) for shape in shapes]

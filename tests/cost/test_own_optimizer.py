@@ -17,12 +17,12 @@ from ultrascale.specs.efficiency import Efficiency
 MODEL = Model.load("llama-3.2-1b")
 
 
-def job_of(gas: int = 1, framework: str = "ultrascale-gpu") -> Job:
+def job_of(gas: int = 1, framework: str = "ultrascale") -> Job:
     cluster = Cluster.of(Cluster.load("1xh200").gpu, nodes=1, gpus_per_node=1, efficiency=Efficiency(kernel_launch_s=0.0))
     return make_job(MODEL, cluster, 4096, gas, framework)
 
 
-def optimizer_bytes(gas: int, framework: str = "ultrascale-gpu") -> float:
+def optimizer_bytes(gas: int, framework: str = "ultrascale") -> float:
     job = job_of(gas, framework)
     seconds = estimate(job, Layout(gas=gas)).time.optimizer_s
     if job.framework.fused_blocks:

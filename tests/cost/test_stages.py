@@ -14,7 +14,13 @@ from ultrascale.specs.model import Model
 
 
 def job_of(name: str) -> Job:
-    return Job(model=Model.load(name), cluster=Cluster.load("8xh100"), seq=1024, batch_tokens=2**20)
+    return Job(
+        model=Model.load(name),
+        cluster=Cluster.load("8xh100"),
+        seq=1024,
+        batch_tokens=2**20,
+        framework=Framework.load("playbook"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -93,7 +94,13 @@ def test_no_pipeline_is_exact_and_afab_nearly() -> None:
 
 def test_the_peak_of_uneven_moe_pipelines_is_found() -> None:
     """61 layers of DeepSeek-V3 over 32 ranks: the peak is on rank 2, the first with two MoE layers, not beside the ends."""
-    job = Job(model=Model.load("deepseek-v3"), cluster=Cluster.load("256xh100"), seq=4096, batch_tokens=4096 * 512)
+    job = Job(
+        model=Model.load("deepseek-v3"),
+        cluster=Cluster.load("256xh100"),
+        seq=4096,
+        batch_tokens=4096 * 512,
+        framework=Framework.load("playbook"),
+    )
     layout = Layout(pp=32, dp=8, ep=8, gas=64, recompute="full")
     exact = estimate(job, layout)
     assert exact.peak_stage == 2
@@ -101,7 +108,13 @@ def test_the_peak_of_uneven_moe_pipelines_is_found() -> None:
 
 
 def small_job() -> Job:
-    return Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("8xa100-40gb"), seq=4096, batch_tokens=4096 * 16)
+    return Job(
+        model=Model.load("llama-3.2-1b"),
+        cluster=Cluster.load("8xa100-40gb"),
+        seq=4096,
+        batch_tokens=4096 * 16,
+        framework=Framework.load("playbook"),
+    )
 
 
 def test_cells_that_do_not_fit_have_no_time() -> None:
@@ -141,7 +154,13 @@ def test_block_size_does_not_change_results() -> None:
 
 def test_a_capacity_does_not_change_layouts_that_fit() -> None:
     """Cores are dropped share by share: what fits has the peak and the time it has where nothing is dropped."""
-    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("64xh100"), seq=8192, batch_tokens=2**20)
+    job = Job(
+        model=Model.load("llama-3-8b"),
+        cluster=Cluster.load("64xh100"),
+        seq=8192,
+        batch_tokens=2**20,
+        framework=Framework.load("playbook"),
+    )
     capacity, some = 30 * GIB, 0
     for group in cores(job, LayoutConstraints()):
         all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), np.inf)
@@ -160,7 +179,13 @@ def test_a_capacity_does_not_change_layouts_that_fit() -> None:
 
 @pytest.mark.parametrize(("model", "cluster"), [("llama-3-8b", "64xh100"), ("mixtral-8x7b", "32xh100")])
 def test_a_longest_step_drops_only_longer_ones(model: str, cluster: str) -> None:
-    job = Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=8192, batch_tokens=2**20)
+    job = Job(
+        model=Model.load(model),
+        cluster=Cluster.load(cluster),
+        seq=8192,
+        batch_tokens=2**20,
+        framework=Framework.load("playbook"),
+    )
     capacity, dropped = job.cluster.gpu.memory_gib * GIB, 0
     for group in cores(job, LayoutConstraints.parse(["ep=8"] if job.model.moe else [])):
         all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)

@@ -10,14 +10,25 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.timeline import TimelinePoint, memory_timeline, simulated
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
 GPT3 = Job(
-    model=Model.load("gpt3-175b"), cluster=Cluster.load("64xa100-80gb"), seq=2048, batch_tokens=2048 * 32
+    model=Model.load("gpt3-175b"),
+    cluster=Cluster.load("64xa100-80gb"),
+    seq=2048,
+    batch_tokens=2048 * 32,
+    framework=Framework.load("playbook"),
 )  # 96 layers and a head of a third of one: every stage and chunk below has the same number
-LLAMA = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 32)
+LLAMA = Job(
+    model=Model.load("llama-3-8b"),
+    cluster=Cluster.load("8xh100"),
+    seq=8192,
+    batch_tokens=8192 * 32,
+    framework=Framework.load("playbook"),
+)
 
 
 def peak_bytes(job: Job, points: tuple[TimelinePoint, ...]) -> float:

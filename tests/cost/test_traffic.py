@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Traffic
 from ultrascale.specs.framework import Framework
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 
 N8, ENDS8 = 8_030_261_248, 2 * 128256 * 4096 + 4096
 EAGER = Framework.load("ultrascale-eager")
 
 
 def sent(model: str, seq: int, layout: Layout, stage: int = 0, **fields: Any) -> list[Traffic]:
-    cluster = Cluster.load(f"{layout.gpus}xh100")
-    job = Job(model=Model.load(model), cluster=cluster, seq=seq, batch_tokens=layout.batch_tokens(seq), **fields)
+    job = make_job(model, f"{layout.gpus}xh100", seq, layout, **fields)
     return list(of_stage(job, layout, ClusterRates(job), stage))
 
 

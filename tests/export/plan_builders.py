@@ -89,7 +89,7 @@ def exported(plan: Plan, to: str, folder: Path) -> Path:
     if to in targets.LAUNCHERS:
         files, _ = targets.launcher_files(plan, to, None, str(folder))
     else:
-        files, _, _ = targets.engine_files(plan, to, None, str(folder))
+        files = targets.engine_files(plan, to, None, str(folder)).files
     write.into(folder, files, force=False)
     return folder
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import samples
-from plan_builders import exported, plan_of
+from plan_builders import exported, plan_of, planned
 
+from builders import make_job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 
 
@@ -38,36 +40,78 @@ def test_export_prints_written_files_and_the_next_command(run, plan: Path) -> No
 
 
 def test_export_and_import_in_json(run, plan: Path) -> None:
-    code, out, _ = run("export", plan, "--to", "nanotron", "-o", "out", "--json")
+    code, out, _ = run("export", plan, "--to", "megatron", "-o", "out", "--json")
     assert code == 0
     answer = json.loads(out)
-    assert answer["written"] == ["out/config.yaml"]
-    assert any(line.startswith("not expressible here: layout.schedule = interleaved") for line in answer["header"])
-    code, out, _ = run("import", "out/config.yaml", "--json")
+    assert answer["written"] == ["out/run.sh"]
+    (runs,) = answer["runs"]
+    assert runs["same"]
+    assert runs["runs"] == runs["planned"]
+    code, out, _ = run("import", "out/run.sh", "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["engine"] == "nanotron"
-    assert Plan.from_mapping(found["plan"]).layout == plan_of("dense").layout
-    assert found["there"]["framework"] == "nanotron"
+    assert found["engine"] == "megatron"
+    back = Plan.from_mapping(found["plan"])
+    assert back.layout == plan_of("dense").layout
+    assert back.job.framework.name == "megatron-core"
+    assert back.estimate.step_time_s == pytest.approx(runs["runs"]["step_time_s"])
+
+
+def test_an_engine_that_cannot_run_the_plan_gets_no_file(run, plan: Path) -> None:
+    code, out, _ = run("export", plan, "--to", "nanotron", "-o", "out")
+    assert code == 1
+    assert "differs: nanotron runs it in" in out
+    assert "layout.schedule: 1f1b instead of interleaved (nanotron has afab and 1f1b)" in " ".join(out.split())
+    assert "plan with --framework nanotron" in out
+    assert not os.path.exists("out")
+    code, out, _ = run("export", plan, "--to", "nanotron", "-o", "out", "--allow-different", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert any(line.startswith("not expressible here: layout.schedule = interleaved") for line in answer["header"])
+    assert {"layout.schedule", "layout.virtual_stages"} == {one["field"] for one in answer["runs"][0]["differences"]}
+    _, out, _ = run("import", "out/config.yaml", "--json")
+    assert json.loads(out)["plan"]["layout"]["schedule"] == "1f1b"
 
 
 def test_import_prints_what_explain_prints_and_writes_a_plan(run, plan: Path) -> None:
-    run("export", plan, "--to", "torchtitan", "-o", "out")
+    run("export", plan, "--to", "torchtitan", "-o", "out", "--allow-different")
     assert sorted(os.listdir("out")) == ["config.toml", "ultrascale_config.py"]
     code, out, _ = run("import", "out/config.toml", "-o", "back.yaml")
     assert code == 0
-    for words in ("A file for torchtitan", "Memory at the peak", "Time of one step", "As torchtitan would run it", "back.yaml"):
+    for words in ("A file for torchtitan", "Memory at the peak", "Time of one step", "back.yaml"):
         assert words in out
+    assert "would run it" not in out
     back = Plan.load("back.yaml")
-    assert (back.job, back.layout) == (plan_of("dense").job, plan_of("dense").layout)
+    assert (back.job.framework.name, back.layout.zero, back.layout.keep_gathered) == ("torchtitan", 3, True)
     assert run("explain", "back.yaml")[0] == 0
+    assert "As torchtitan would run it" in run("import", "out/config.toml", "--framework", "playbook")[1]
 
 
 def test_style_selects_the_torchtitan_version(run, plan: Path) -> None:
-    assert run("export", plan, "--to", "torchtitan", "--style", "toml", "-o", "a")[0] == 0
+    assert run("export", plan, "--to", "torchtitan", "--style", "toml", "-o", "a", "--allow-different")[0] == 0
     assert os.listdir("a") == ["config.toml"]
-    assert run("export", plan, "--to", "torchtitan", "--style", "current", "-o", "b")[0] == 0
+    assert run("export", plan, "--to", "torchtitan", "--style", "current", "-o", "b", "--allow-different")[0] == 0
     assert os.listdir("b") == ["ultrascale_config.py"]
+
+
+def test_of_two_formats_the_one_that_runs_the_plan_is_written(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan 0.2 has no 1B model, 0.3 has."""
+    monkeypatch.chdir(tmp_path)
+    job = make_job("llama-3.2-1b", "8xh100", 4096, 64, framework="torchtitan")
+    planned(job, Layout(dp=8, zero=3, mbs=4, gas=2)).save("plan.yaml")
+    code, out, _ = run("export", "plan.yaml", "--to", "torchtitan", "-o", "out")
+    assert code == 0
+    assert "as planned: torchtitan 0.3" in out
+    assert os.listdir("out") == ["ultrascale_config.py"]
+
+
+def test_a_misspelled_setting_with_a_default_is_noted(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = exported(plan_of("sharded"), "deepspeed", Path("out")) / "ds_config.json"
+    file.write_text(file.read_text().replace('"stage"', '"stge"'))
+    code, out, _ = run("import", file)
+    assert code == 0
+    assert "not read: zero_optimization.stge: did you mean" in out
 
 
 def test_a_non_empty_folder_is_not_overwritten(run, plan: Path) -> None:
@@ -158,13 +202,6 @@ def test_paths_that_are_not_files_are_refused(run, plan: Path) -> None:
 
 SLIPS = [
     ("megatron", "run.sh", "--num-layers", "--num-layres", ["--num-layers is missing (there is '--num-layres')"]),
-    (
-        "deepspeed",
-        "ds_config.json",
-        '"stage"',
-        '"stge"',
-        ["zero_shards", "ds_config.json has zero_optimization.stge: did you mean"],
-    ),
     ("accelerate", "config.yaml", "num_processes", "num_proceses", ["but there are 1 data ranks (there is 'num_proceses')"]),
 ]
 

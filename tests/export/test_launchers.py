@@ -124,7 +124,7 @@ def test_the_next_command_quotes_the_folder(to: str, tmp_path: Path) -> None:
     if to in targets.LAUNCHERS:
         _, follows = targets.launcher_files(plan, to, "image:1", folder)
     else:
-        _, _, follows = targets.engine_files(plan, to, None, folder)
+        follows = targets.engine_files(plan, to, None, folder).next_command
     words = shlex.split(follows.replace("#", "") if to == "kubernetes" else follows)
     assert any(word.replace("#", "").startswith(folder.replace("#", "")) or word.endswith(folder) for word in words)
 

@@ -16,6 +16,7 @@ from ultrascale.measure.trace_steps import CommInterval, StepIntervals
 from ultrascale.plan import survey
 from ultrascale.plan.reasons import neighbours
 from ultrascale.schedules.actions import ActionKind
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.units import GIB
 
 pytest.importorskip("plotly")
@@ -83,7 +84,13 @@ def test_a_long_step_is_truncated_and_the_title_says_so(job: Job, monkeypatch: p
 
 
 def test_sensitivity_marks_what_does_not_fit() -> None:
-    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**17)
+    job = Job(
+        model=Model.load("llama-3-8b"),
+        cluster=Cluster.load("8xh100"),
+        seq=4096,
+        batch_tokens=2**17,
+        framework=Framework.load("playbook"),
+    )
     figure = search_figures.sensitivity(plan_of(job, dp=8, zero=3, gas=4), most=40)
     hatched = [name for name, shape in zip(figure.data[0].y, figure.data[0].marker.pattern.shape, strict=True) if shape]
     assert any(name.startswith("zero=0") for name in hatched)

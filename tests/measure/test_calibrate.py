@@ -52,7 +52,7 @@ def job_of(model: str, seq: int, layout: Layout, gpus: int = 1) -> Job:
         cluster=Cluster.load(f"{gpus}xh100"),
         seq=seq,
         batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("ultrascale-gpu").model_copy(update={"cuda_graphs": False}),  # launches must count
+        framework=Framework.load("ultrascale").model_copy(update={"cuda_graphs": False}),  # launches must count
     )
 
 

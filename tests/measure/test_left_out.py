@@ -29,7 +29,7 @@ ACROSS = Layout(dp=2, tp=8, mbs=4, gas=2)
 ALONE = Layout(gas=2)
 
 
-def job_on(gpu: str, layout: Layout = ACROSS, framework: str = "ultrascale", **fields: Any) -> Job:
+def job_on(gpu: str, layout: Layout = ACROSS, framework: str = "playbook", **fields: Any) -> Job:
     engine = Framework.load(framework)
     model = "llama-3-8b" if layout.gpus > 1 else "llama-3.2-1b"
     attention = "plain" if engine.attention.startswith("plain") else "flash"

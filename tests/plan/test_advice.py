@@ -10,7 +10,6 @@ from ultrascale.cost.legality import problem
 from ultrascale.plan import advice
 from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.plan.search import plan
-from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
 
 
@@ -47,20 +46,6 @@ def test_a_batch_that_keeps_data_parallelism_small_is_named() -> None:
     assert "at most dp = 2" in notes[0]
     assert "64 sequences (524,288 tokens, -3.0%) dp = 64 is possible" in notes[0]
     assert advice.batch_notes(make_job("llama-3-8b", "64xh100", 8192, 64), Layout(dp=64)) == []
-
-
-def test_a_layout_that_does_not_fit_our_engine_is_noted() -> None:
-    """With context parallelism its layers are neither fused nor compiled."""
-    job = make_job("llama-3-70b", "512xh100", 8192, 512)
-    layout = Layout(dp=256, cp=2, context_parallel="allgather", gas=2, zero=3, recompute="selective")
-    assert estimate(job, layout).fits
-    engine = job.changed(framework=Framework.load("ultrascale-gpu"))
-    peak = estimate(engine, layout).peak_gib
-    assert peak > job.cluster.gpu.memory_gib
-    (note,) = advice.engine_notes(job, layout)
-    assert f"{peak:,.1f} GiB of 79.1: --framework ultrascale-gpu" in note
-    assert advice.engine_notes(engine, layout) == []  # it was planned for
-    assert advice.engine_notes(job, layout.changed(recompute="full")) == []
 
 
 def test_smaller_clusters_are_halves() -> None:

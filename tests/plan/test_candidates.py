@@ -111,7 +111,7 @@ PAIRS = [
     ({"context_parallel": "ring"}, Layout(dp=2, cp=8, gas=32, zero=1)),
     ({"context_parallel": "ring"}, Layout(tp=4, cp=4, gas=64, zero=3)),
     ({"data_parallel": "naive"}, Layout(dp=16, gas=4)),
-    ({"data_parallel": "hooks"}, Layout(dp=16, gas=4, zero=1)),
+    ({"data_parallel": "hooks"}, Layout(dp=16, gas=4)),
     ({"offload": "optimizer"}, Layout(dp=16, gas=4, zero=1)),
     ({"offload": "parameters"}, Layout(dp=16, gas=4, zero=3)),
 ]

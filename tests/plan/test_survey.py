@@ -7,10 +7,12 @@ import pytest
 from ultrascale import Cluster, Job, Model
 from ultrascale.plan import plan
 from ultrascale.plan.survey import heat_map_around
+from ultrascale.specs.framework import Framework
 
 
 def make_job(model: str, cluster: str, **fields: object) -> Job:
     values = {"seq": 2048, "batch_tokens": 2**17, **fields}
+    values.setdefault("framework", Framework.load("playbook"))
     return Job(model=Model.load(model), cluster=Cluster.load(cluster), **values)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.plan.what_if import AXES, largest, what_if
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -20,7 +21,13 @@ N8 = 8_030_261_248
 
 
 def planned(layout: Layout, model: str = "llama-3-8b", cluster: str = "64xh100", seq: int = 8192) -> Plan:
-    job = Job(model=Model.load(model), cluster=Cluster.load(cluster), seq=seq, batch_tokens=layout.batch_tokens(seq))
+    job = Job(
+        model=Model.load(model),
+        cluster=Cluster.load(cluster),
+        seq=seq,
+        batch_tokens=layout.batch_tokens(seq),
+        framework=Framework.load("playbook"),
+    )
     return Plan(job=job, layout=layout, estimate=estimate(job, layout))
 
 

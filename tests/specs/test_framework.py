@@ -67,9 +67,15 @@ def test_promised_engines_exist() -> None:
     assert promised <= set(Framework.presets())
 
 
-def test_ours_is_the_default() -> None:
-    changed = {"source": Framework.load("ultrascale").source}
-    assert Framework(**changed) == Framework.load("ultrascale")
+def test_without_settings_it_is_the_idealised_engine() -> None:
+    assert Framework(source=Framework.load("playbook").source) == Framework.load("playbook")
+
+
+def test_a_job_runs_in_our_engine_unless_another_is_named() -> None:
+    fields = {"model": Model.load("tiny"), "seq": 128, "batch_tokens": 1024}
+    assert Job(cluster=Cluster.load("8xh100"), **fields).framework == Framework.load("ultrascale")
+    assert Job(cluster=Cluster.load("2xcpu"), **fields).framework == Framework.load("ultrascale-eager")
+    assert Job(cluster=Cluster.load("8xh100"), framework=Framework.load("nanotron"), **fields).framework.name == "nanotron"
 
 
 def test_names_are_read_without_case_or_spaces() -> None:
@@ -247,6 +253,7 @@ def test_no_expert_job_is_slower_node_wise_or_faster_ungrouped(seq: int, ep: int
         seq=seq,
         batch_tokens=layout.batch_tokens(seq),
         precision=precision,  # type: ignore[arg-type]
+        framework=Framework.load("playbook"),
     )
 
     def step_s(**fields: Any) -> float:

@@ -143,7 +143,7 @@ def job_from_options(
     from ultrascale.specs.validate import build
 
     place = cluster_named(cluster)
-    engine = Framework.load("ultrascale-eager" if framework == "ultrascale" and place.gpu.name == "cpu" else framework)
+    engine = Framework.own(place.gpu.name) if framework == "ultrascale" else Framework.load(framework)
     return build(
         Job,
         {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ultrascale.cli.common import EXPORT, JsonOption, PlanArgument, app, cluster_named, print_json, progress, terminal
+from ultrascale.cli.common import EXPORT, NO, JsonOption, PlanArgument, app, cluster_named, print_json, progress, terminal
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import REPORT
 
@@ -33,6 +33,9 @@ def export(
         typer.Option("--image", help="kubernetes: the container image, with ultrascale in it. Default: ultrascale:latest."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Write a file too that its engine runs otherwise than planned.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan as another engine's own configuration, or as a launcher for ours.
@@ -40,8 +43,9 @@ def export(
     [dim]ultrascale export plan.yaml --to megatron -o out/[/]
     [dim]ultrascale export plan.yaml --to slurm -o job/ && cd job && sbatch job.sbatch[/]
 
-    Settings that an engine cannot express (a schedule it lacks, ZeRO-2 where it has ZeRO-1) are in the header of its file, one
-    line each; [cyan]ultrascale import[/] reads both back. Data and tokenizer are placeholders: replace them by yours.
+    The file is read back as its engine reads it. If step time or memory differ from the plan by more than 2 %, the fields that
+    the engine cannot express are named with their cost, nothing is written, and the exit code is 1. Plan for the engine
+    ([cyan]plan --framework megatron-core[/]) to get a layout that it runs. Data and tokenizer are placeholders.
     """
     from ultrascale.cost.legality import check
     from ultrascale.export import targets, write
@@ -51,20 +55,23 @@ def export(
     targets.check(to, style, image)
     plan = Plan.load(file)
     check(plan.job, plan.layout)  # the file may have been edited
-    comments: list[str] = []
     if to in targets.LAUNCHERS:
         from ultrascale.specs.training import Training
         from ultrascale.train import supported
 
         supported.check(plan.job, plan.layout, Training())
         files, follows = targets.launcher_files(plan, to, image, str(output))
+        made = targets.EngineExport(files, [], follows, [])
     else:
-        files, comments, follows = targets.engine_files(plan, to, style, str(output))
-    written = write.into(output, files, force)
+        made = targets.engine_files(plan, to, style, str(output))
+    refused = not made.same and not allow_different
+    written = [] if refused else write.into(output, made.files, force)
     if as_json:
-        print_json({"written": written, "header": comments, "next": follows})
+        print_json(show.exported_json(made, written))
     else:
-        show.show_written(terminal(), written, comments, follows)
+        show.show_exported(terminal(), plan, made, written)
+    if refused:
+        raise typer.Exit(NO)
 
 
 @app.command("import", rich_help_panel=EXPORT)

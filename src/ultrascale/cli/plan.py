@@ -71,6 +71,10 @@ def plan(
         str,
         typer.Option(help="Predict for this engine: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
     ] = "ultrascale",
+    min_fit: Annotated[
+        float, typer.Option("--min-fit", help="The least probability to fit, from the memory errors of measured runs.")
+    ] = 0.9,
+    min_free: Annotated[str, typer.Option("--min-free", help="Memory to leave free on every GPU: [cyan]4GiB[/].")] = "0GiB",
     total_tokens: Annotated[
         str | None, typer.Option("--total-tokens", help="Tokens of the whole training, for days and cost: [cyan]15T[/].")
     ] = None,
@@ -83,6 +87,7 @@ def plan(
     """
     from ultrascale.plan.search import plan as search
     from ultrascale.show import plan as show
+    from ultrascale.specs import units
 
     job = job_from_options(
         model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
@@ -94,6 +99,8 @@ def plan(
             objective=objective,  # type: ignore[arg-type]  # checked there, with a sentence
             fix=fix or (),
             forbid=forbid or (),
+            min_fit=min_fit,
+            min_free_gib=units.memory_gib(min_free, "--min-free"),
             progress=say,
         )
     if output is not None and result.plans:

@@ -34,16 +34,18 @@ def data_exposed_s(work: Workload, reduction: Array, backward: Array, layers: Ar
     """Seconds that the step waits for the reduction, by variant.
 
     Naive hides nothing. Hooks start each tensor as it is ready but pay a collective's latency per tensor; buckets pay it per
-    layer. Whatever the window, the last piece (the first layer's gradients) has nothing left to hide behind.
+    layer. Whatever the window, the last piece (the first layer's gradients) has nothing left to hide behind. ZeRO reduces
+    layer by layer, whatever the variant.
     """
     columns, machine = work.columns, work.machine
+    whole = (columns.zero == 0) | (columns.shards == 1)
     pieces = np.maximum(layers, 1)
     latency = machine.intra("all_reduce").base_s + machine.inter.latency_s
     per_tensor = reduction + np.where(reduction > 0, latency * TENSORS_PER_LAYER * pieces, 0.0)
-    hooked = np.where(columns.is_("data_parallel", "hooks"), per_tensor, reduction)
+    hooked = np.where(columns.is_("data_parallel", "hooks") & whole, per_tensor, reduction)
     window = backward * (pieces - 1) / pieces
     hidden = exposed(hooked * (pieces - 1) / pieces, window, machine.efficiency) + hooked / pieces
-    return np.where(columns.is_("data_parallel", "naive"), reduction, hidden)
+    return np.where(columns.is_("data_parallel", "naive") & whole, reduction, hidden)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- zero
@@ -133,10 +135,11 @@ def tensor_pieced_s(work: Workload, inside: TensorTraffic, moe: bool) -> Array:
     """Of one direction of one layer, what may hide behind matmuls that are cut along with the collective.
 
     Transformer Engine's user buffers pass one rank's piece on while the matmul of the piece already there runs, so all but one
-    of tp pieces may hide. They need sequence parallelism, and experts' matmuls are not cut.
+    of tp pieces may hide. They need sequence parallelism and the links of one node, and experts' matmuls are not cut.
     """
     share = 0.0 if moe else work.job.framework.tensor_overlap
-    return np.where(inside.with_sequence, share * (1 - 1 / work.columns.tp) * inside.layer_s, 0.0)
+    there = inside.with_sequence & (work.columns.tp <= work.job.cluster.fast_domain)
+    return np.where(there, share * (1 - 1 / work.columns.tp) * inside.layer_s, 0.0)
 
 
 # -------------------------------------------------------------------------------------------------------------------- context
@@ -280,7 +283,7 @@ def _overlapped(work: Workload, all_to_all: CollectiveTransfer, both: Array, win
 
     together, local_first = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
     kernels = host.constants().compiled_layer.local_tokens_first
-    launch_s = np.full(len(columns), kernels * machine.launch_s * job.framework.launch)
+    launch_s = np.full(len(columns), kernels * machine.launch_s * host.per_compiled_block(job, columns, "launch"))
     # The second gradient of the experts' matrices is read with the first, and their sum written.
     added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in matmuls)))
     price = own + others + Passes(launch_s, 2 * launch_s, added_s)

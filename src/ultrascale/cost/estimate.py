@@ -19,6 +19,7 @@ from ultrascale.cost.memory.estimate import Peak, peaks, runtime
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, EstimateRange, Memory, StageMemory, Time
 from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
@@ -320,13 +321,37 @@ def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: 
         return None
     low, high, words = time_range(job, step_time_s)
     memory = _errors(_residuals()["memory"])
-    # One run more that fits and one that does not: no finite number of runs makes a certainty.
     fitting = sum(peak_gib * math.exp(error.log) <= capacity_gib for error in memory)
     return EstimateRange(
         step_time_low_s=min(low, step_time_s),
         step_time_high_s=max(high, step_time_s),
         peak_low_gib=min(peak_gib, peak_gib * math.exp(quantile(memory, LOW))),
         peak_high_gib=max(peak_gib, peak_gib * math.exp(quantile(memory, HIGH))),
-        fit_probability=(fitting + 1) / (len(memory) + 2),
+        fit_probability=_chance(fitting, len(memory)),
         based_on=words,
     )
+
+
+def _chance(runs: int, among: int) -> float:
+    """One run more that fits and one that does not: no finite number of runs makes a certainty."""
+    return (runs + 1) / (among + 2)
+
+
+def memory_limit_gib(job: Job, min_fit: float, min_free_gib: float) -> float:
+    """The largest predicted peak that fits with this probability and leaves so much memory free.
+
+    Errors of memory are known of GPUs only: on a CPU a peak fits or does not.
+    """
+    capacity = job.cluster.gpu.memory_gib
+    if not 0 <= min_free_gib < capacity:
+        raise SpecError(f"--min-free is {min_free_gib:g} GiB but must be less than the {capacity:.1f} GiB of a GPU: try 4")
+    if not 0 <= min_fit <= 1:
+        raise SpecError(f"--min-fit is {min_fit:g} but must be a probability from 0 to 1: try 0.9")
+    if job.cluster.efficiency.synchronous:
+        return capacity - min_free_gib
+    worst = sorted(error.log for error in _errors(_residuals()["memory"]))
+    enough = next((k for k in range(len(worst) + 1) if _chance(k, len(worst)) >= min_fit), None)
+    if enough is None:
+        raise SpecError(f"--min-fit is {min_fit:g} but {len(worst)} runs tell at most {_chance(len(worst), len(worst)):.2f}")
+    share = math.exp(-worst[enough - 1]) if enough else math.inf
+    return min(capacity - min_free_gib, capacity * share)

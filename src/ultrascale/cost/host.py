@@ -14,15 +14,16 @@ All counts are in surfaces/host.yaml, each with its source.
 from __future__ import annotations
 
 from functools import cache, reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, on_one_gpu, uses_fused_blocks
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, eager, on_one_gpu, uses_fused_blocks
 from ultrascale.specs.files import package_data
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -122,15 +123,24 @@ def constants() -> HostConstants:
 # ------------------------------------------------------------------------------------------------------------------ on a GPU
 
 
+def per_compiled_block(job: Job, columns: LayoutColumns, quantity: Literal["elementwise", "launch"]) -> Array:
+    """Bytes or launches relative to a compiled block: the engine's own, or of plain blocks where ours compiles none."""
+    own: float = getattr(job.framework, quantity)
+    if not job.framework.fused_blocks:
+        return np.asarray(own)
+    return np.where(eager(job, columns), getattr(Framework.load("ultrascale-eager"), quantity), own)
+
+
 def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Array:
     """Host time to launch one layer's forward in any engine; backward takes twice as long."""
     compiled, routing = constants().compiled_layer, getattr(constants().routing, job.framework.routing)
     kernels = np.full(len(columns), float(compiled.kernels)) + (compiled.routing if moe else 0)
+    launch_s = machine.launch_s * per_compiled_block(job, columns, "launch")
     if not moe or job.model.moe is None:
-        return np.asarray(machine.launch_s * kernels * job.framework.launch)
+        return np.asarray(launch_s * kernels)
     per_expert = routing.kernels_per_expert * (2 if job.precision == "fp8" else 1)
     kernels = kernels + per_expert * job.model.moe.experts / columns.ep
-    return np.asarray(machine.launch_s * kernels * job.framework.launch + routing.host_s)
+    return np.asarray(launch_s * kernels + routing.host_s)
 
 
 def exposed_launches(busy: Passes, launch_s: Array) -> Passes:
@@ -160,13 +170,15 @@ def weights_of(model: Model) -> int:
     return 4 + (3 if model.gated else 2) + 2 + biases
 
 
-def dense_layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[float, Array]:
+def dense_layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[Array, Array]:
     """Host time to launch one dense layer of our engine, forward and backward."""
-    queue = constants().launch_queue
+    queue, plain = constants().launch_queue, eager(job, columns)
+    operators = constants().compiled_layer.kernels * per_compiled_block(job, columns, "launch")
     biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
     again = np.where(columns.is_("recompute", "full"), queue.layer.again, 0)
     each = machine.launch_s * job.framework.launch
-    return each * queue.layer.forward, np.asarray(each * (queue.layer.backward + queue.bias * biases + again))
+    forward = np.where(plain, machine.launch_s * operators, each * queue.layer.forward)
+    return forward, np.where(plain, 2 * forward, each * (queue.layer.backward + queue.bias * biases + again))
 
 
 def idle_s(

@@ -235,8 +235,9 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     matmuls = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, engine_matmuls(job, columns, matmuls))
     scores = kernels.attention_passes(job, columns, machine)
-    moved = machine.stream_s(permuted_bytes(job, columns, moe)) * job.framework.elementwise
-    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * job.framework.elementwise + moved
+    elementwise = host.per_compiled_block(job, columns, "elementwise")
+    moved = machine.stream_s(permuted_bytes(job, columns, moe)) * elementwise
+    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * elementwise + moved
     biases = separate_biases(job, columns, machine, moe)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, matmuls) + biases

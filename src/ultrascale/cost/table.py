@@ -1,8 +1,8 @@
 """Peak memory and step time of whole tables of layouts, in closed form: what the search evaluates a million times.
 
 A table is cores × variants: a core is a row of everything but the schedule, a variant is a schedule with its virtual stages.
-States, activations and layer times depend on the core alone; a variant only repeats and orders them. The closed forms are
-those of schedules/registry.py, held to the simulator by tests.
+States, activations and layer times depend on the core and on whether backward is split; a variant only repeats and orders
+them. The closed forms are those of schedules/registry.py, held to the simulator by tests.
 """
 
 from __future__ import annotations
@@ -56,13 +56,25 @@ def evaluate(
     longest_s: float = np.inf,
 ) -> Table:
     """All cores must share one pp. Time is computed only where memory fits and a step might take `longest_s` or less."""
-    blocks = [
-        _evaluate_block(job, block, variants, machine, capacity_bytes, longest_s)
-        for block in (cores.take(rows) for rows in _blocks(len(cores)))
-    ]
-    # Arrays are filled variant by variant, so that is how they lie in memory.
-    legal, peak, fits, step = (np.concatenate(parts, axis=1).T for parts in zip(*blocks, strict=True))
-    return Table(cores, tuple(variants), legal, peak, fits, step)
+    # Variants × cores: arrays are filled variant by variant, so that is how they lie in memory.
+    legal, fits = (np.empty((len(variants), len(cores)), dtype=bool) for _ in range(2))
+    peak, step = (np.empty((len(variants), len(cores))) for _ in range(2))
+    for group in _groups(job, variants):
+        of_group = [variants[number] for number in group]
+        schedule = np.full(len(cores), encode("schedule", of_group[0][0]))
+        rows = cores.changed(schedule=schedule)
+        for block in _blocks(len(cores)):
+            parts = _evaluate_block(job, rows.take(block), of_group, machine, capacity_bytes, longest_s)
+            for whole, part in zip((legal, peak, fits, step), parts, strict=True):
+                whole[group, block] = part
+    return Table(cores, tuple(variants), legal.T, peak.T, fits.T, step.T)
+
+
+def _groups(job: Job, variants: Sequence[Variant]) -> list[list[int]]:
+    """Variants by number, those with a split backward apart in an engine that fuses no such layers."""
+    split = [REGISTRY[name].split_backward and job.framework.fused_blocks for name, _ in variants]
+    groups = [[number for number, one in enumerate(split) if one == kind] for kind in (False, True)]
+    return [group for group in groups if group]
 
 
 def _blocks(rows: int) -> list[slice]:

@@ -142,7 +142,7 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str
 ENGINE = EngineFormat(
     name="accelerate",
     title=TITLE,
-    framework="torchtitan-eager",
+    framework="accelerate",
     config="config.yaml",
     table=TABLE,
     lost={
@@ -168,6 +168,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
+    program=("model", "job.seq", "layout.mbs", "layout.gas", "job.optimizer", "job.gradients", "job.attention", "job.dropout"),
     next_command=lambda folder, job: f"accelerate launch --config_file {folder}/config.yaml train.py",
     passed=("num_machines", "compute_environment", "machine_rank", "main_training_function", "same_network", "debug"),
     assumed=("an Accelerate file has no batch: micro-batch 1 without accumulation is assumed",),

@@ -47,6 +47,8 @@ class EngineFormat:
     """the settings, of a text and the name of its file"""
     next_command: Callable[[str, Job], str]
     """the command that starts it, of the quoted folder"""
+    program: tuple[str, ...] = ()
+    """fields that no setting gives, since the user's program does"""
     passed: tuple[str, ...] = ()
     """settings that say nothing about a plan"""
     also_known: tuple[str, ...] = ()

@@ -171,7 +171,7 @@ _ZERO = ("reduce_scatter", "overlap_comm", "contiguous_gradients", "reduce_bucke
 ENGINE = EngineFormat(
     name="deepspeed",
     title="DeepSpeed",
-    framework="eager",
+    framework="deepspeed",
     config="ds_config.json",
     table=TABLE,
     lost={
@@ -193,6 +193,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "JSON"),
+    program=("model", "job.seq"),
     next_command=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
     also_known=(
         *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "scheduler.type", "prescale_gradients"),

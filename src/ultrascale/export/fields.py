@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -144,7 +143,7 @@ def job_and_layout(fields: Fields) -> tuple[Job, Layout]:
     layout = build(Layout, {name: fields[f"layout.{name}"] for name in Layout.model_fields}, "layout")
     job: dict[str, Any] = {name: fields[f"job.{name}"] for name in JOB if f"job.{name}" in fields}
     job["cluster"] = cluster_of(fields.get("job.cluster"))
-    job["framework"] = framework_of(fields["job.framework"])
+    job["framework"] = fields["job.framework"]
     job["model"] = model_of(fields)
     return build(Job, job, "job"), layout
 
@@ -157,10 +156,6 @@ def cluster_of(value: Any) -> Cluster:
     if isinstance(value, str) and _SHORT_CLUSTER.fullmatch(value):  # never a path: the file may come from anywhere
         return Cluster.load(value)
     raise SpecError(f"job.cluster is {shown(value)} but must name GPUs and their number, such as 64xh100")
-
-
-def framework_of(value: Any) -> Framework:
-    return build(Framework, value, "job.framework") if isinstance(value, Mapping) else Framework.load(str(value))
 
 
 def _cluster_words(cluster: Cluster) -> str | dict[str, Any]:
@@ -183,7 +178,7 @@ def unused_fields(layout: Layout) -> set[str]:
         names.add("layout.sequence_parallel")
     if layout.cp == 1:
         names.add("layout.context_parallel")
-    if layout.zero or layout.data_ranks == 1:
+    if (layout.zero and layout.shards > 1) or layout.data_ranks == 1:
         names.add("layout.data_parallel")
     if layout.data_ranks == 1:
         names |= {"layout.zero", "layout.zero_shards", "layout.keep_gathered"}

@@ -1,10 +1,14 @@
-"""Header lines of a file, for fields without a setting: `not expressible here: layout.schedule = zb-v (why)`."""
+"""Header lines of a file, for fields without a setting.
+
+`not expressible here: layout.schedule = zb-v (why)` is for people; `kept for import: job.cluster = 64xh100` is read back. No
+line that is read back has a setting: what an engine does with a file is in its settings alone.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ultrascale.export import fields
@@ -13,21 +17,25 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 
 NOT_EXPRESSIBLE, KEPT = "not expressible here", "kept for import"
-_LINE = re.compile(rf"[#\s]*({NOT_EXPRESSIBLE}|{KEPT}): ([\w.]+) = (.*)")
+_LINE = re.compile(rf"[#\s]*{KEPT}: ([\w.]+) = (.*)")
 _WORD = re.compile(r"[A-Za-z0-9][\w.+\-]*(?: [\w\-]+)?")
 _MARK = "ultrascale"
 _NOTHING = object()
-_FACTS = ("job.cluster", "job.framework", "job.total_tokens", "job.batch_tokens", "model.name", "model.source")
+_FACTS = ("job.cluster", "model.name", "model.source")
+_DERIVED = ("job.framework", "job.total_tokens", "job.batch_tokens")  # they follow from the engine and its settings
 
 
-def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str) -> list[str]:
-    """One line for each field, those that change the run first; without comment signs."""
+def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str, program: Sequence[str]) -> list[str]:
+    """One line for each field, those that change the run first; without comment signs.
+
+    `program`: fields that no setting of the engine gives, since the user's program does.
+    """
     inert = fields.unused_fields(layout)
     changes, facts = [], []
     for name, value in missing.items():
-        if name in inert or name in _FACTS:
+        if name in _FACTS or name in program:
             facts.append(f"{KEPT}: {name} = {_written(value)}")
-        else:
+        elif name not in inert and name not in _DERIVED:
             general = "model.*" if name.startswith("model.") else name
             reason = why.get(name) or why.get(general, f"{title} has no such setting")
             changes.append(f"{NOT_EXPRESSIBLE}: {name} = {_written(value)} ({reason})")
@@ -40,13 +48,13 @@ def commented(title: str, comments: Iterable[str], *more: str) -> str:
     return "".join(f"# {line}\n" for line in opening)
 
 
-def parse(text: str) -> Fields:
-    """The fields that the header lines of a text give."""
+def parse(text: str, program: Sequence[str]) -> Fields:
+    """The fields that the header lines of a text give, of those that no setting gives."""
     given: Fields = {}
     for line in text.splitlines():
         if match := _LINE.match(line):
-            given[match[2]] = _value(match[2], match[3])
-    return fields.check_header(given)
+            given[match[1]] = _value(match[1], match[2])
+    return {name: value for name, value in fields.check_header(given).items() if name in _FACTS or name in program}
 
 
 def _written(value: Any) -> str:

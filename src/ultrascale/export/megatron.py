@@ -20,7 +20,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import RopeScaling
 
 TITLE = "Megatron-LM"
-_SCHEDULES = tuple(spec for spec in REGISTRY.values() if "megatron" in spec.engines)  # by the stages of a rank
+_SCHEDULES = tuple(spec for spec in REGISTRY.values() if spec.runs_in("megatron"))  # by the stages of a rank
 _CONTEXT = {"p2p": "zigzag", "allgather": "allgather", "a2a": "ulysses", "all_gather": "allgather"}  # p2p: balanced ring
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STATES = {"fp32": "adamw", "bf16": "adamw-bf16", "fp8": "adamw-8bit", "fp16": "adamw-bf16"}
@@ -179,6 +179,17 @@ def _expert_groups(p: PlanFields) -> bool:
     return bool(p["model.moe.groups"] > 1)
 
 
+def _balancing(p: PlanFields) -> dict[str, Any]:
+    """Biases of the router balance by themselves, beside a small loss of each sequence; else a loss of the batch does."""
+    if p["model.moe.router_bias"]:
+        return {
+            "--moe-router-load-balancing-type": "seq_aux_loss",
+            "--moe-aux-loss-coeff": 1e-4,
+            "--moe-router-bias-update-rate": 1e-3,
+        }
+    return {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 1e-3}
+
+
 _MODEL = (
     row.whole("--num-layers", "model.layers"),
     row.whole("--hidden-size", "model.hidden"),
@@ -217,7 +228,13 @@ _MODEL = (
     Setting(path="model.kv_heads", write=_kv_heads, read=_read_kv_heads),
     Setting(write=_rotary, read=_read_rotary),
     Setting(write=_activation, read=_read_activation),
-    row.flag("--qk-layernorm", "model.qk_norm"),
+    # With latent attention it norms the latents, which every such model does.
+    row.flag(
+        "--qk-layernorm",
+        "model.qk_norm",
+        write=lambda p: p.model.qk_norm or p.model.mla is not None,
+        read=lambda s: s.flag("--qk-layernorm") and not _latent(s),
+    ),
     row.flag("--untie-embeddings-and-output-weights", "model.tied_embeddings", on=False, off=True),
     Setting(
         "--window-size",
@@ -232,6 +249,7 @@ _MODEL = (
     row.word("--moe-router-score-function", "model.moe.router", _ROUTERS, "softmax", when=_experts),
     row.constant("--moe-token-dispatcher-type", "alltoall", when=_experts),
     row.constant("--moe-grouped-gemm", True, when=_experts),
+    Setting(write=_balancing, when=_experts),
     Setting("--moe-layer-freq", "model.moe.dense_layers", _layer_pattern, _dense_layers, _experts),
     Setting(
         "--moe-shared-expert-intermediate-size",
@@ -301,8 +319,16 @@ def _recompute(s: SettingsReader) -> str:
     return "selective" if grain == "none" and s.flag("--recompute-activations") else str(grain)
 
 
-def _sharding(stage: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"--use-distributed-optimizer": True, "--overlap-param-gather": True}
+def _overlaps(p: PlanFields) -> bool:
+    """Unless the plan is for a Megatron-LM without it."""
+    return p.job.framework.engine != "megatron" or p.job.framework.overlap > 0
+
+
+def _sharding(p: PlanFields) -> dict[str, Any]:
+    stage = p.layout.zero
+    if not stage:
+        return {}
+    found: dict[str, Any] = {"--use-distributed-optimizer": True, "--overlap-param-gather": _overlaps(p)}
     if stage > 1:
         found |= {"--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": list(_SHARDING)[stage]}
         found |= {"--no-gradient-accumulation-fusion": True, "--ckpt-format": "fsdp_dtensor"}
@@ -350,10 +376,10 @@ _CUT = (
     Setting(
         "--overlap-grad-reduce",
         "layout.data_parallel",
-        lambda p: p.layout.data_parallel in ("bucketed", "hooks") or p.layout.zero > 0,
+        lambda p: (p.layout.data_parallel in ("bucketed", "hooks") or p.layout.zero > 0) and _overlaps(p),
         lambda s: "bucketed" if s.flag("--overlap-grad-reduce") or s["layout.zero"] else "naive",
     ),
-    row.cases("layout.zero", {stage: _sharding(stage) for stage in (1, 2, 3)}, read=_zero),
+    Setting(path="layout.zero", write=_sharding, read=_zero),
     Setting(
         "--num-distributed-optimizer-instances",
         "layout.zero_shards",
@@ -361,6 +387,45 @@ _CUT = (
         _zero_shards,
         written=lambda p: p.layout.zero > 0 and p.layout.shards < p.layout.data_ranks,
     ),
+)
+
+
+def _read_overlap(s: SettingsReader) -> float | None:
+    """Of gradient reductions and of ZeRO's gathers: all, half or none hides behind computation."""
+    reduces = s.flag("--overlap-grad-reduce")
+    gathers = s.flag("--overlap-param-gather") or not s["layout.zero"]
+    alone = s["layout.dp"] * s["layout.cp"] == 1
+    return None if alone or (reduces and gathers) else 0.5 if reduces or (gathers and s["layout.zero"]) else 0.0
+
+
+def _overlaps_tp(p: PlanFields) -> bool:
+    """Transformer Engine's user buffers: they need sequence parallelism and the links of one node."""
+    layout, framework = p.layout, p.job.framework
+    there = layout.tp > 1 and layout.sequence_parallel and layout.tp <= p.job.cluster.fast_domain
+    return there and (framework.engine != "megatron" or framework.tensor_overlap > 0)
+
+
+def _loss(p: PlanFields) -> dict[str, Any] | None:
+    if p.job.framework.engine == "megatron" and p.job.framework.loss != "overwritten":
+        return None
+    return {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "te"}
+
+
+def _read_loss(s: SettingsReader) -> str:
+    fused = s.value("--cross-entropy-fusion-impl", "native") == "te" and s.flag("--cross-entropy-loss-fusion")
+    return "overwritten" if fused else "in-place"
+
+
+# What the estimate assumes of Megatron-LM, and the options that switch it on.
+_FRAMEWORK = (
+    Setting(path="framework.overlap", read=_read_overlap),
+    Setting(
+        "--tp-comm-overlap",
+        "framework.tp_comm_overlap",
+        _overlaps_tp,
+        lambda s: s.flag("--tp-comm-overlap") if s["layout.tp"] > 1 else None,
+    ),
+    Setting(path="framework.loss", write=_loss, read=_read_loss),
 )
 
 
@@ -431,6 +496,9 @@ def _rates(p: PlanFields) -> dict[str, Any]:
         "--weight-decay": p.training.weight_decay,
         "--clip-grad": p.training.clip,
         "--mock-data": True,
+        "--save": "checkpoints",
+        "--load": "checkpoints",
+        "--save-interval": 1000,
         "--log-interval": 1,
         "--eval-iters": 0,
     }
@@ -494,7 +562,7 @@ ENGINE = EngineFormat(
     title=TITLE,
     framework="megatron-core",
     config="run.sh",
-    table=(*_MODEL, *_CUT, *_NUMBERS, *_RUN),
+    table=(*_MODEL, *_CUT, *_FRAMEWORK, *_NUMBERS, *_RUN),
     lost={
         "layout.schedule": "Megatron-LM has 1f1b, and interleaved with virtual stages",
         "layout.virtual_stages": "only Megatron-LM's interleaved schedule has them",
@@ -516,8 +584,9 @@ ENGINE = EngineFormat(
     passed=(
         *(_NODES, _GPUS),
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
-        *("--overlap-param-gather", "--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),
+        *("--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),
         *("--accumulate-allreduce-grads-in-fp32", "--use-precision-aware-optimizer"),
+        *("--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-router-bias-update-rate"),
     ),
     also_known=(
         *("--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--weight-decay", "--clip-grad", "--data-path"),

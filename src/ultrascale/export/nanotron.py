@@ -16,7 +16,7 @@ from ultrascale.specs.layout import Layout
 TITLE = "nanotron"
 _MODEL = "model.model_config."
 _MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False, "reduce_scatter": True, "all_reduce": False}
-SCHEDULES = {name: name for name, spec in REGISTRY.items() if "nanotron" in spec.engines}
+SCHEDULES = {name: name for name, spec in REGISTRY.items() if spec.runs_in("nanotron")}
 _UNNAMED = next(name for name in SCHEDULES if REGISTRY[name].holds_all)
 _EXPERTS = f"{_MODEL}moe_config."
 # Llama 3's way gathers all keys and values (Grattafiori 2024, section 3.3.2), whatever nanotron's name for it.

@@ -23,6 +23,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
+from ultrascale.specs.validate import build
 
 LARGEST = 2**20  # bytes; configurations are some KiB
 ASSUMED_GPU = "h100"
@@ -60,19 +61,21 @@ class ImportedPlan:
     def native(self) -> Plan | None:
         """The same run as its own engine would run it, where the plan is for another."""
         job = self.plan.job
-        preset = Framework.load(self.engine.framework)
-        if job.framework == preset:
+        if job.framework.engine == Framework.load(self.engine.framework).engine:
             return None
-        there = job.changed(framework=preset)
+        there = job.changed(framework=Framework.load(self.engine.framework))
         return Plan(job=there, layout=self.plan.layout, estimate=estimate(there, self.plan.layout))
 
 
 def plan_from(path: Path, given: Given | None = None) -> ImportedPlan:
-    given = given or Given()
-    text, where = text_of(path), path.name
-    engine = engine_of(path, text)
+    text = text_of(path)
+    return plan_of_text(engine_of(path, text), text, path.name, given or Given())
+
+
+def plan_of_text(engine: EngineFormat, text: str, where: str, given: Given) -> ImportedPlan:
+    """What the engine does with the settings of a file; `where` is its name."""
     settings = engine.parse(text, where)
-    extra = header.parse(_header_text(settings, text))
+    extra = header.parse(_header_text(settings, text), engine.program)
     notes: list[str] = []
     cluster = _cluster(engine, settings, where, extra, given, notes)
     world = World(None if cluster is None else cluster.gpus, given.model.vocab if given.model else None)
@@ -81,11 +84,6 @@ def plan_from(path: Path, given: Given | None = None) -> ImportedPlan:
         if cluster is None:
             cluster = _as_many_as_needed(found, extra, where, notes)
         job, layout = _build(found, extra, given, cluster, engine)
-        stale = _edited(engine, job, layout, found, extra)
-        if stale:
-            extra = {name: value for name, value in extra.items() if name not in stale}
-            notes += [f"{name}: the file's own setting holds; its header says otherwise" for name in sorted(stale)]
-            job, layout = _build(found, extra, given, cluster, engine)
         check(job, layout)
     notes += found.notes if not extra else [note for note in found.notes if note.startswith("not read:")]
     reasons = (f"read from {where}, a file for {engine.title}", *notes)
@@ -106,8 +104,7 @@ def _naming_slips(found: SettingsReader, where: str) -> Iterator[None]:
 
 def _build(found: SettingsReader, extra: Fields, given: Given, cluster: Cluster, engine: EngineFormat) -> tuple[Job, Layout]:
     where = found.where
-    framework = engine.framework if given.framework is None else given.framework.name
-    known = fields.with_defaults(found.fields, framework)
+    known = fields.with_defaults(found.fields, engine.framework)
     known = fields.merged(fields.merged(known, extra), given.fields())
     if "job.seq" not in known:
         raise SpecError(f"{where} does not say how long a sequence is: give --seq, such as --seq 4096")
@@ -115,26 +112,27 @@ def _build(found: SettingsReader, extra: Fields, given: Given, cluster: Cluster,
         raise SpecError(f"{where} does not say which model it trains: give --model, such as --model llama-3-8b")
     if given.seq is not None:
         known.pop("job.batch_tokens", None)
-    if given.framework is not None:
-        known["job.framework"] = framework
+    known["job.framework"] = given.framework or framework_of(known)
     known["job.cluster"] = cluster
     return fields.job_and_layout(fields.with_derived(known))
 
 
-def _edited(engine: EngineFormat, job: Job, layout: Layout, found: SettingsReader, extra: Fields) -> set[str]:
-    """Header lines that no longer belong: a plan with their value would not have been written as this file is."""
-    if not extra:
-        return set()
-    again = engine.read(engine.settings(job, layout), engine.config, World(job.cluster.gpus, job.model.vocab)).fields
-    return {name for name in extra if name in found.fields and again.get(name) != found.fields[name]}
+def framework_of(known: Fields) -> Framework:
+    """The engine's preset, with what its settings switch on and off."""
+    preset = Framework.load(known["job.framework"])
+    prefix = "framework."
+    changes = {name.removeprefix(prefix): value for name, value in known.items() if name.startswith(prefix)}
+    return build(Framework, {**preset.model_dump(), **changes}, "framework")
 
 
 def _cluster(engine: EngineFormat, settings: Any, where: str, extra: Fields, given: Given, notes: list[str]) -> Cluster | None:
     if given.cluster is not None:
         return given.cluster
-    if "job.cluster" in extra:
-        return fields.cluster_of(extra["job.cluster"])
     launched = engine.world(settings, where)
+    if "job.cluster" in extra:
+        kept = fields.cluster_of(extra["job.cluster"])
+        if launched is None or launched == (kept.nodes, kept.gpus_per_node):
+            return kept
     return None if launched is None else _assumed(*launched, notes)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ultrascale.export import accelerate, deepspeed, launchers, megatron, nanotron, torchtitan, write
+from ultrascale.export.check import ReadBack, read_back
 from ultrascale.export.common import EngineFormat, File, name_of, quoted
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import to_yaml
@@ -34,16 +37,35 @@ def check(to: str, style: str | None, image: str | None) -> None:
         )
 
 
-def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> tuple[list[File], list[str], str]:
-    """Files, what they cannot say (each line once), and the command that comes next."""
+@dataclass(frozen=True)
+class EngineExport:
+    """Files for an engine, what they cannot say (each line once), the command that comes next, and what they run."""
+
+    files: list[File]
+    comments: list[str]
+    next_command: str
+    runs: list[ReadBack]
+
+    @property
+    def same(self) -> bool:
+        return all(one.same for one in self.runs)
+
+
+def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> EngineExport:
+    """Of an engine with two formats, and none asked for, the files that run the plan; all if none does."""
     engines = STYLES[style or "both"] if to == "torchtitan" else ENGINES[to]
-    files: list[File] = []
-    comments: dict[str, None] = {}
-    for engine in engines:
-        written, lines = write.for_engine(engine, plan.job, plan.layout)
-        files += written
-        comments |= dict.fromkeys(lines)
-    return files, list(comments), engines[-1].next_command(quoted(folder), plan.job)
+    exports = [_engine_files(plan, engine, folder) for engine in engines]
+    exports = [one for one in exports if one.same] or exports
+    files = [file for one in exports for file in one.files]
+    comments = dict.fromkeys(line for one in exports for line in one.comments)
+    return EngineExport(files, list(comments), exports[-1].next_command, [run for one in exports for run in one.runs])
+
+
+def _engine_files(plan: Plan, engine: EngineFormat, folder: str) -> EngineExport:
+    files, comments = write.for_engine(engine, plan.job, plan.layout)
+    config = next(file for file in files if file.name == engine.config)
+    follows = engine.next_command(quoted(folder), plan.job)
+    return EngineExport(list(files), comments, follows, [read_back(plan, engine, config)])
 
 
 def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple[list[File], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ultrascale.cost.engines import titan_stages
 from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
 from ultrascale.export.common import EngineFormat, torchrun
@@ -33,9 +34,9 @@ FLAVORS = {
 _NEW = {("llama3", "1B"), ("llama3", "3B")}  # flavors that 0.2 does not have
 _ALIKE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied_embeddings", "mla", "moe", "qk_norm")
 _STAND_IN = ("llama3", "debugmodel")
+_EAGER = "torchtitan-eager"  # the preset of blocks that are not compiled
 _SCHEDULES = {name: spec.torch_name for name, spec in REGISTRY.items() if spec.torch_name is not None}
 _LOOPED = tuple(name for name, spec in REGISTRY.items() if spec.most_stages != 1)
-_ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts stages
 _RECOMPUTE = {"none": "none", "selective": "selective", "full": "full", "memory_budget": "selective"}
 _CUT = "parallelism."
 _PIPELINE = "parallelism.pipeline_parallel_"
@@ -120,10 +121,6 @@ def _schedule(layout: Layout) -> str:
     return layout.schedule if runs else DEFAULT_SCHEDULE
 
 
-def _stages(layers: int, each: int) -> int:
-    return -(-(layers + _ENDS) // each)
-
-
 def _layers_per_stage(p: PlanFields) -> int | None:
     """What makes torchtitan cut so many stages, where it would not by itself; None too where nothing does."""
     layout, layers = p.layout, p.model.layers
@@ -131,8 +128,8 @@ def _layers_per_stage(p: PlanFields) -> int | None:
     if layout.virtual_stages == usual or layout.schedule not in _SCHEDULES:
         return None
     stages = layout.pp * layout.virtual_stages
-    each = _stages(layers, stages)
-    return each if _stages(layers, each) == stages else None
+    each = titan_stages(layers, stages)
+    return each if titan_stages(layers, each) == stages else None
 
 
 def _pipeline(s: SettingsReader) -> Fields:
@@ -147,7 +144,7 @@ def _pipeline(s: SettingsReader) -> Fields:
     schedule, model = names[given.lower()], _read_model(s)
     virtual = 2 if schedule in _LOOPED else 1
     if each and model is not None:
-        virtual = max(1, _stages(model.layers, each) // s["layout.pp"])
+        virtual = max(1, titan_stages(model.layers, each) // s["layout.pp"])
     return {"layout.schedule": schedule, "layout.virtual_stages": virtual}
 
 
@@ -169,6 +166,10 @@ def _expert_tensor_parallel(p: PlanFields) -> int:
 def _recompute(s: SettingsReader) -> str:
     s.passed("activation_checkpoint.selective_ac_option")
     return str(s.word("activation_checkpoint.mode", _RECOMPUTE, "selective"))
+
+
+def _read_compile(s: SettingsReader) -> str | None:
+    return None if s.flag("compile.enable") else _EAGER
 
 
 def _table(style: str) -> tuple[Setting, ...]:
@@ -225,7 +226,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting("lr_scheduler.warmup_steps", write=lambda p: p.training.warmup),
         row.constant("lr_scheduler.decay_type", "cosine"),
         Setting("lr_scheduler.min_lr_factor", write=lambda p: p.training.min_lr_ratio),
-        row.constant("compile.enable", True),
+        Setting("compile.enable", "job.framework", lambda p: p.job.framework.name != _EAGER, _read_compile),
         Setting("float8.enable", write=lambda p: p.job.precision == "fp8"),
     )
 
@@ -250,7 +251,6 @@ _PASSED = (
     "training.mixed_precision_reduce",
     "training.disable_cuda_graphs",
     f"{_CUT}expert_tensor_parallel_degree",
-    "compile.enable",
 )
 _ALSO_KNOWN = ("optimizer.lr", "optimizer.name", "lr_scheduler.warmup_steps", "training.max_norm", "training.dataset")
 

@@ -78,7 +78,7 @@ def {function}() -> Trainer.Config:
 {parallelism}
         ),
         activation_checkpoint={recompute},
-        compile=CompileConfig(enable=True),
+        compile=CompileConfig(enable={compiled}),
     )
 """
 
@@ -99,6 +99,7 @@ def python_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], 
         training=_arguments(settings["training"]),
         parallelism=_arguments(settings["parallelism"]),
         recompute=f"{block}.Config()" if block else "None",
+        compiled=settings["compile"]["enable"],
     )
     return (File(MODULE, text),)
 

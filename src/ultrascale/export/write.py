@@ -23,7 +23,7 @@ def for_engine(engine: EngineFormat, job: Job, layout: Layout) -> tuple[tuple[Fi
     missing = fields.missing_fields(wanted, fields.with_defaults(fields.with_derived(found), engine.framework))
     if layout.batch_tokens(job.seq) == job.batch_tokens:
         missing.pop("job.batch_tokens", None)  # it follows
-    comments = header.lines(missing, layout, engine.lost, engine.title)
+    comments = header.lines(missing, layout, engine.lost, engine.title, engine.program)
     return engine.files(job, layout, settings, comments), comments
 
 

@@ -144,7 +144,7 @@ def kernels_of(job: Job, device: str, given: str | None = None) -> str:
 
 def engine_of(kernels: str) -> Framework:
     """Our engine with these kernels, as the cost model knows it."""
-    return Framework.load("ultrascale-gpu" if kernels == "fused" else "ultrascale-eager")
+    return Framework.load("ultrascale" if kernels == "fused" else "ultrascale-eager")
 
 
 def check(job: Job, layout: Layout, device: str) -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
-from typing import Any
+from typing import Any, get_args
 
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, divisors, nearest
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import Job, Precision
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.train.request import Overrides, from_plan
-from ultrascale.train.supported import PRECISIONS, factors, layout_problem
+from ultrascale.train.supported import factors, layout_problem
 
 AXES = ("dp", "tp", "pp", "cp", "ep")
 TECHNIQUES = (*AXES, "zero", "recompute")
@@ -136,8 +136,8 @@ def to_verify(
 
 
 def _known(precision: str) -> str:
-    if precision not in PRECISIONS:
-        raise SpecError(f"--precision is '{precision:.20}' but must be one of {', '.join(PRECISIONS)}: try fp32")
+    if precision not in get_args(Precision):
+        raise SpecError(f"--precision is '{precision:.20}' but must be one of {', '.join(get_args(Precision))}: try fp32")
     return precision
 
 

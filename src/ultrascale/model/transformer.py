@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
-from ultrascale.model import flex, limits
+from ultrascale.model import flex
 from ultrascale.model.attention import causal_attention
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm, at_least_fp32
 from ultrascale.model.rotary import Rope, rotate, tables
+from ultrascale.specs.engine import model_problem
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
@@ -168,7 +169,7 @@ class Transformer(nn.Module):
 
     def __init__(self, model: Model, layers: range | None = None, embed: bool = True, head: bool = True) -> None:
         super().__init__()
-        if (sentence := limits.problem(model)) is not None:
+        if (sentence := model_problem(model)) is not None:
             raise SpecError(sentence)
         self.model = model
         self.embed = Embedding(model) if embed else None

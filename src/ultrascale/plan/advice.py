@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ultrascale.cost.estimate import estimate
+from ultrascale.cost import engines
+from ultrascale.cost.estimate import estimate, memory_limit_gib
 from ultrascale.plan.candidates import LayoutConstraints, rank
+from ultrascale.specs.engine import OWN
 from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
@@ -16,7 +18,9 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 MOST_GPUS = 2**17
-PLAYBOOK, ENGINE = "ultrascale", "ultrascale-gpu"  # our engine, counted in two ways (specs/presets/frameworks.yaml)
+IDEAL = "playbook"  # the engine that runs every legal layout
+MIN_FIT = 0.9  # the least probability to fit of a layout that is recommended
+TRIED = 8  # layouts of a change: those that fit by closed forms may be just over the edge
 NEARBY = 0.10  # a batch this much larger or smaller is worth a word
 
 
@@ -76,6 +80,7 @@ def reachable_batch(job: Job, constraints: LayoutConstraints) -> tuple[Job, list
 def _batch_units(job: Job, constraints: LayoutConstraints) -> set[int]:
     """dp·mbs (with what is pinned) of every way to fill the cluster: a batch must be a multiple of one of them."""
     model, world = job.model, job.cluster.gpus
+    constraints = constraints.for_engine(job.framework.engine)
     units = set()
     for tp in constraints.among("tp", [d for d in divisors(world) if d <= model.heads and model.heads % d == 0]):
         for cp in constraints.among("cp", [d for d in divisors(world // tp) if job.seq % d == 0] if world % tp == 0 else []):
@@ -102,19 +107,6 @@ def batch_notes(job: Job, layout: Layout) -> list[str]:
     return []
 
 
-def engine_notes(job: Job, layout: Layout) -> list[str]:
-    """Says when what is counted as the playbook counts does not fit with the kernels that our engine has today."""
-    if job.framework.name != PLAYBOOK:
-        return []
-    peak = estimate(job.changed(framework=Framework.load(ENGINE)), layout).peak_gib
-    if peak <= job.cluster.gpu.memory_gib:
-        return []
-    return [
-        f"the first layout is counted as the playbook counts; with the kernels that `ultrascale train` has today it holds "
-        f"{peak:,.1f} GiB of {job.cluster.gpu.memory_gib:,.1f}: --framework {ENGINE} plans for them"
-    ]
-
-
 def smaller_clusters(job: Job) -> list[Job]:
     """The cluster and its halves, down to one GPU: fewer GPUs often cost less per token, and always take longer."""
     jobs, gpus = [], job.cluster.gpus
@@ -125,6 +117,17 @@ def smaller_clusters(job: Job) -> list[Job]:
             break
         gpus //= 2
     return jobs
+
+
+def runnable(job: Job) -> tuple[Job, list[str]]:
+    """The job, for the idealised engine where ours cannot run it, and what was changed in words; others must run theirs."""
+    sentence = engines.job_problem(job)
+    if sentence is None:
+        return job, []
+    if job.framework.engine != OWN:
+        raise SpecError(f"{sentence}, or another --framework")
+    note = f"`ultrascale train` does not run this job ({sentence}): the plan is for the idealised engine `{IDEAL}`"
+    return job.changed(framework=Framework.load(IDEAL)), [f"{note}; --framework megatron-core or another names an engine"]
 
 
 Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]
@@ -139,12 +142,13 @@ def no_fit(job: Job, constraints: LayoutConstraints, peak_bytes: float, layout: 
 
 def _first_that_fits(alternatives: Alternatives) -> Change | None:
     for text, job, constraints in alternatives:
-        fastest = rank(job, constraints, "throughput", 1).rows
-        if len(fastest):
-            layout = fastest.layout(0)
+        limit_gib = memory_limit_gib(job, MIN_FIT, 0.0)
+        fastest = rank(job, constraints, "throughput", TRIED, limit_gib * GIB).rows
+        for layout in map(fastest.layout, range(min(TRIED, len(fastest)))):
             predicted = estimate(job, layout)
-            words = f"{text}: {predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"
-            return Change(words, job, layout, predicted)
+            if predicted.peak_gib <= limit_gib:
+                speed = f"{predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"
+                return Change(f"{text}: {speed}", job, layout, predicted)
     return None
 
 

@@ -9,17 +9,18 @@ fits without). Tests hold the claims about bytes, memory and time to the cost mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ultrascale.cost import table
+from ultrascale.cost import engines, table
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.legality import RULES, legal_rows
+from ultrascale.cost.legality import RULES, Rule, legal_rows
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
+from ultrascale.specs.engine import Engine
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
@@ -45,10 +46,11 @@ MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
 
 @dataclass(frozen=True)
 class LayoutConstraints:
-    """What the user pinned and what was ruled out, by field of the layout."""
+    """What the user pinned, what was ruled out, and what the engine runs, by field of the layout."""
 
     fixed: dict[str, Any] = field(default_factory=dict)
     forbidden: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    runs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> LayoutConstraints:
@@ -80,14 +82,22 @@ class LayoutConstraints:
                 raise SpecError(f"--fix {name}={value} and --forbid {name}={value} contradict each other: drop one")
         return cls(fixed, forbidden)
 
+    def for_engine(self, name: str) -> LayoutConstraints:
+        """These, and what the engine of that name runs."""
+        return replace(self, runs=Engine.load(name).layout) if name else self
+
     def allows(self, name: str, value: Any) -> bool:
         return (name not in self.fixed or self.fixed[name] == value) and value not in self.forbidden.get(name, ())
 
     def among(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """The values of a field to try: the fixed one, though the search alone would not have tried it, or the allowed."""
+        """The values of a field to try: the fixed one, though the search alone would not have tried it, or the allowed.
+
+        An engine that runs none of them tries its own.
+        """
         if name in self.fixed:
             return [self.fixed[name]]
-        return [value for value in values if self.allows(name, value)]
+        runs = self.runs.get(name, values)
+        return [value for value in ([one for one in values if one in runs] or runs) if self.allows(name, value)]
 
 
 def _words(texts: Sequence[str], flag: str) -> list[str]:
@@ -116,11 +126,16 @@ class LayoutCores:
     variants: tuple[tuple[str, int], ...]
 
 
-_CORE_RULES = tuple(rule for rule in RULES if "schedule" not in rule.fields and "virtual_stages" not in rule.fields)
+@lru_cache
+def _core_rules(engine: str) -> tuple[Rule, ...]:
+    """What a layout must keep in that engine, whatever its schedule."""
+    rules = (*RULES, *engines.rules(engine))
+    return tuple(rule for rule in rules if not {"schedule", "virtual_stages"} & set(rule.fields))
 
 
 def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
     """All cores, grouped by pp; nothing when nothing is legal."""
+    constraints = constraints.for_engine(job.framework.engine)
     by_pp: dict[int, list[dict[str, Array]]] = {}
     for base in _degrees(job, constraints):
         part = _variants(job, constraints, base)
@@ -129,7 +144,7 @@ def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
     for pp in sorted(by_pp):
         variants = _schedules(job, constraints, pp)
         rows = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
-        rows = rows.take(legal_rows(job, rows, _CORE_RULES))
+        rows = rows.take(legal_rows(job, rows, _core_rules(job.framework.engine)))
         if variants and len(rows):
             yield LayoutCores(rows, tuple(variants))
 
@@ -222,14 +237,16 @@ def _shardings(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -
 
 def _context_methods(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[str]:
     if base["cp"] == 1:
-        return constraints.among("context_parallel", ["zigzag"])
-    return constraints.among(
-        "context_parallel", ["zigzag" if job.seq % (2 * base["cp"]) == 0 else "ring", "allgather", "ulysses"]
-    )
+        return constraints.among("context_parallel", ["zigzag"])[:1]
+    balanced = job.seq % (2 * base["cp"]) == 0 and "zigzag" in constraints.runs.get("context_parallel", ("zigzag",))
+    return constraints.among("context_parallel", ["zigzag" if balanced else "ring", "allgather", "ulysses"])
 
 
 def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
     return [job.seq // base["cp"] % base["tp"] == 0]
+
+
+_PIPELINE = {"schedule", "virtual_stages", "pp"}
 
 
 def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
@@ -242,7 +259,10 @@ def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[tuple[
         if "virtual_stages" in constraints.fixed:
             loops = [v for v in [constraints.fixed["virtual_stages"]] if 1 < v <= deepest]
         pairs = [(spec.name, v) for v in (1, *loops) for spec in REGISTRY.values() if spec.takes(v)]
-    return [pair for pair in pairs if constraints.allows("schedule", pair[0]) and constraints.allows("virtual_stages", pair[1])]
+    pairs = [(name, v) for name, v in pairs if constraints.allows("schedule", name) and constraints.allows("virtual_stages", v)]
+    rows = LayoutColumns.of([Layout(pp=pp, schedule=name, virtual_stages=stages) for name, stages in pairs])
+    rules = tuple(rule for rule in engines.rules(job.framework.engine) if set(rule.fields) <= _PIPELINE)
+    return [pair for pair, runs in zip(pairs, legal_rows(job, rows, rules), strict=True) if runs]
 
 
 def why_empty(job: Job, constraints: LayoutConstraints) -> str:
@@ -251,7 +271,10 @@ def why_empty(job: Job, constraints: LayoutConstraints) -> str:
     if pinned:
         layout = Layout.model_construct(**{**Layout().model_dump(), **pinned})
         row = LayoutColumns.of([layout])
-        for rule in RULES:
+        for name, value in pinned.items():
+            if value != OFF.get(name) and (sentence := engines.value_problem(job.framework.engine, name, value)) is not None:
+                return f"{sentence}, or another --framework"
+        for rule in (*RULES, *engines.rules(job.framework.engine)):
             if set(rule.fields) <= set(pinned) and not rule.holds(job, row)[0]:
                 return rule.sentence(job, layout)
     world = job.cluster.gpus

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts
+from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
@@ -17,6 +17,7 @@ from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB
 
 # Closed forms and simulator differ by some percent (schedules/formulas.py), so more than asked for are simulated, and more
 # than that are kept for those that the exact memory count then puts just over the edge.
@@ -52,6 +53,8 @@ def plan(
     objective: Objective = "throughput",
     fix: Sequence[str] = (),
     forbid: Sequence[str] = (),
+    min_fit: float = advice.MIN_FIT,
+    min_free_gib: float = 0.0,
     explain: bool = True,
     progress: Callable[[str], None] | None = None,
     preview: Callable[[list[LayoutPreview]], None] | None = None,
@@ -59,7 +62,9 @@ def plan(
     """Rank every legal layout of the job. `fix` and `forbid` are texts such as `tp=8`, `cp`, `recompute=full`.
 
     `throughput`: fastest step. `memory`: least peak. `cost`: fewest GPU-seconds per token, on this cluster or on a part of it.
-    `preview` is shown the first `top` by closed forms, before the best are simulated, where the fastest are asked for.
+    A layout must fit with the probability `min_fit`, by the errors of measured runs, and leave `min_free_gib`; if none does,
+    those that fit as predicted are ranked. `preview` is shown the first `top` by closed forms, before the best are simulated,
+    where the fastest are asked for.
     """
     if objective not in OBJECTIVES:
         raise SpecError(f"objective is '{objective}': {nearest(str(objective), OBJECTIVES)} (one of {', '.join(OBJECTIVES)})")
@@ -68,15 +73,21 @@ def plan(
     started = time.perf_counter()
     constraints = LayoutConstraints.parse(fix, forbid)
     say = progress or (lambda _: None)
-    job, notes = advice.reachable_batch(job, constraints)
+    job, notes = advice.runnable(job)
+    job, more = advice.reachable_batch(job, constraints)
+    notes += more
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]
-    ranked = []
-    for one in jobs:
-        say(f"searching {one.cluster.label}")
-        ranked.append(rank(one, constraints, objective, max(4 * top, KEPT_AT_LEAST)))
+    limit_gib = memory_limit_gib(job, min_fit, min_free_gib)
+    ranked = _ranked(jobs, constraints, objective, top, limit_gib, say)
     evaluated, fitting = sum(r.evaluated for r in ranked), sum(r.fitting for r in ranked)
     if not evaluated:
         raise SpecError(why_empty(job, constraints))
+    if not fitting:
+        limit_gib = job.cluster.gpu.memory_gib - min_free_gib
+        ranked = _ranked(jobs, constraints, objective, top, limit_gib, say)
+        fitting = sum(r.fitting for r in ranked)
+        if fitting:
+            notes.append(f"no layout fits with a probability of {min_fit:.0%} or more: these may run out of memory")
     if not fitting:
         say("nothing fits: looking for the cheapest change that does")
         least = [rank(one, constraints, "memory", 1, capacity_bytes=np.inf) for one in jobs]
@@ -90,11 +101,10 @@ def plan(
         preview(shown)
     wanted = max(top, SIMULATED_AT_LEAST)
     say(f"simulating the best {min(wanted, len(best))} of {evaluated:,}")
-    simulated = _simulate(best, wanted)
+    simulated = _simulate(best, wanted, limit_gib)
     simulated.sort(key=lambda draft: _score(draft, objective))
     plans = [Plan(job=draft.view.job, layout=draft.view.layout, estimate=full_estimate(draft)) for draft in simulated[:top]]
     notes += advice.batch_notes(job, plans[0].layout)
-    notes += advice.engine_notes(plans[0].job, plans[0].layout)
     if explain:
         say("explaining the winner")
         plans = explained(plans, objective=objective, fix=fix, forbid=forbid)
@@ -114,14 +124,29 @@ def explained(
     return found
 
 
-def _simulate(best: list[tuple[float, RankedLayouts, int]], wanted: int) -> list[DraftEstimate]:
+def _ranked(
+    jobs: Sequence[Job],
+    constraints: LayoutConstraints,
+    objective: Objective,
+    top: int,
+    limit_gib: float,
+    say: Callable[[str], None],
+) -> list[RankedLayouts]:
+    found = []
+    for job in jobs:
+        say(f"searching {job.cluster.label}")
+        found.append(rank(job, constraints, objective, max(4 * top, KEPT_AT_LEAST), limit_gib * GIB))
+    return found
+
+
+def _simulate(best: list[tuple[float, RankedLayouts, int]], wanted: int, limit_gib: float) -> list[DraftEstimate]:
     """The first `wanted` that fit by the exact count, all in one simulation; every one of them, if none does."""
     fitting: list[StageFill] = []
     over: list[StageFill] = []
     while best and len(fitting) < wanted:
         count = wanted - len(fitting)
         for found in _memory_drafts([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
-            (fitting if found.fits else over).append(found)
+            (fitting if found.peak_gib <= limit_gib else over).append(found)
         best = best[count:]
     return add_times(fitting or over)
 

@@ -55,12 +55,16 @@ class ScheduleSpec:
     holds_all: bool = False  # no backward begins before the last forward has ended
     ladder: tuple[str, str] | None = None  # its rung in the playbook's ladder of schedules: name, and what it changes
     torch_name: str | None = None  # its class in torch.distributed.pipelining, less the word Schedule
-    engines: tuple[str, ...] = ()  # other engines that have it (export/)
+    engines: tuple[str, ...] = ()  # other engines that have it, beside torchtitan, which has torch's
 
     @property
     def split_backward(self) -> bool:
         """Weight gradients are separate from input gradients."""
         return self.deferred is not None
+
+    def runs_in(self, engine: str) -> bool:
+        """Whether an engine of specs/presets/engines.yaml has it; ours has all."""
+        return engine == "ultrascale" or engine in self.engines or (engine == "torchtitan" and self.torch_name is not None)
 
     def takes(self, virtual_stages: int) -> bool:
         """Whether a rank may have so many stages."""

@@ -13,6 +13,8 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
 
+LIKELY = 0.5  # a layout that fits with less probability is called likely out of memory
+
 
 def job_line(job: Job) -> str:
     model, cluster = job.model, job.cluster
@@ -50,10 +52,14 @@ def show_costs(console: Console, plan: Plan) -> None:
     estimate, span = plan.estimate, plan.estimate.range
     if span is not None:
         console.print(
-            f"In eight of ten cases: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} per step, "
-            f"{span.peak_low_gib:,.1f} to {span.peak_high_gib:,.1f} GiB; fits with probability {span.fit_probability:.0%} "
-            f"(from {span.based_on})"
+            f"80 % interval: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} per step, "
+            f"{span.peak_low_gib:,.1f} to {span.peak_high_gib:,.1f} GiB (from {span.based_on})"
         )
+        chance = f"{span.fit_probability:.0%}"
+        if span.fit_probability < LIKELY:
+            labelled(console, "Likely out of memory", "red", f"({chance} chance of fitting)")
+        else:
+            console.print(f"Fits with a probability of {chance}")
     if estimate.train_days is not None and estimate.gpu_hours is not None:
         price = f", {estimate.cost_usd:,.0f} USD" if estimate.cost_usd is not None else ""
         console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")
@@ -63,11 +69,12 @@ def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
     """One row per plan; in a narrow terminal the layout is one column."""
     gpus = ("GPUs",) if len({plan.job.cluster.gpus for plan in plans}) > 1 else ()
     mfu = ("MFU",) if all(knows_peak(plan.job) for plan in plans) else ()
+    fit = ("fits",) if all(plan.estimate.range is not None for plan in plans) else ()
     degrees = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute")
     layout = ("layout",) if narrow else degrees
     grid = table(
         "Layouts, best first",
-        *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",))),
+        *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",)), *fit),
         left=("layout", "schedule", "recompute"),
         no_wrap=not narrow,
     )
@@ -87,6 +94,7 @@ def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
             *([f"{e.mfu:.1%}"] if mfu else []),
             f"{e.peak_gib:,.1f}",
             *([] if narrow else [f"{e.headroom_gib:,.1f}"]),
+            *([f"{e.range.fit_probability:.0%}"] if fit and e.range is not None else []),
         )
     return compact(grid) if narrow else grid
 

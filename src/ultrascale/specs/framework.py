@@ -1,7 +1,8 @@
 """Framework: what the engine that runs a layout does with it. Fusions, kernels, overlap, formats of states.
 
 The same layout takes other time and memory in Megatron-Core, in FSDP without compile, or in a paper of 2020. Each field is a
-thing one can look up in the engine's code; `ultrascale` is ours.
+thing one can look up in the engine's code; `ultrascale` is ours. Without settings a Framework is the idealised engine of the
+playbook.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from ultrascale.specs.validate import build
 class Framework(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = "ultrascale"
+    name: str = "playbook"
+    engine: Literal["", "ultrascale", "torchtitan", "megatron", "nanotron", "deepspeed", "accelerate"] = Field(
+        "", description="whose limits a layout keeps (presets/engines.yaml); without one, every legal layout runs"
+    )
     elementwise: float = Field(
         1.0, gt=0, le=20, description="bytes that memory-bound operators move, relative to a compiled block"
     )
@@ -62,7 +66,7 @@ class Framework(BaseModel):
         1.0,
         ge=0,
         le=1,
-        description="share that may hide of ZeRO's gathers, gradient reductions and, with transformer_engine, a dense layer's "
+        description="share that may hide of ZeRO's gathers, gradient reductions and, with tp_comm_overlap, a dense layer's "
         "tensor-parallel communication",
     )
     expert_overlap: Literal["none", "weight-gradients", "microbatches"] = Field(
@@ -87,6 +91,9 @@ class Framework(BaseModel):
         "each tp rank routes its slice of the sequence, scores and routing maps take 17 bytes a token and expert, "
         "routing weighs activations instead of experts' outputs, and experts' biases are added in fp32 after the GEMMs",
     )
+    tp_comm_overlap: bool = Field(
+        True, description="with transformer_engine: a dense layer's tensor-parallel communication overlaps its matmuls"
+    )
     exact_memory_trace: bool = Field(
         False,
         description="the engine was traced operator by operator: short-lived tensors are counted while they live, else all "
@@ -103,7 +110,7 @@ class Framework(BaseModel):
 
     @property
     def tensor_overlap(self) -> float:
-        return self.overlap if self.transformer_engine else 0.0
+        return self.overlap if self.transformer_engine and self.tp_comm_overlap else 0.0
 
     @property
     def keeps_heads_before_norm(self) -> bool:
@@ -123,6 +130,11 @@ class Framework(BaseModel):
         if found is None:
             raise SpecError(f"framework '{name}' is not known: {nearest(name, cls.presets())}")
         return found
+
+    @classmethod
+    def own(cls, gpu: str) -> Framework:
+        """Our engine on such a GPU; on a CPU nothing is compiled."""
+        return cls.load("ultrascale-eager" if gpu == "cpu" else "ultrascale")
 
     @classmethod
     def presets(cls) -> dict[str, Framework]:

@@ -50,7 +50,10 @@ class Job(FrozenSpec):
     precision: Precision = Field("bf16", description="of the matmuls; weights have an fp32 master unless fp32")
     gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
     optimizer: Optimizer = "adamw"
-    framework: Framework = Field(default_factory=Framework, description="the engine that runs it: fusions, kernels, overlap")
+    framework: Framework = Field(
+        default_factory=lambda given: Framework.own(given["cluster"].gpu.name if "cluster" in given else ""),
+        description="the engine that runs it: fusions, kernels, overlap; ours unless another is named",
+    )
     attention: Literal["flash", "plain"] = Field("flash", description="plain materialises the score matrix")
     dropout: bool = Field(False, strict=True, description="keeps the masks of GPT-era dropout in memory")
     total_tokens: int | None = Field(

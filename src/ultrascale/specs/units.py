@@ -32,6 +32,14 @@ def total_tokens(text: str | int, field: str) -> int:
     return _parse(text, field, _DECIMAL, "15T or 300B")
 
 
+def memory_gib(text: str, field: str) -> float:
+    """`4GiB`, `512 MiB` or `4` in GiB."""
+    match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(gib|mib|)\s*", text.lower()) if len(text) <= _LONGEST else None
+    if match is None:
+        raise SpecError(f"{field} is {shown(text)} but must be an amount of memory, such as 4GiB")
+    return float(match[1]) / (2**10 if match[2] == "mib" else 1)
+
+
 def _parse(text: str | int, field: str, suffixes: dict[str, int], example: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         value = Fraction(text)

@@ -340,7 +340,7 @@ class Planner:
                 if to in targets.LAUNCHERS:
                     files, _ = targets.launcher_files(self.plan, to, None, to)
                 else:
-                    files, _, _ = targets.engine_files(self.plan, to, None, to)
+                    files = targets.engine_files(self.plan, to, None, to).files
                 ui.download.content(_zipped(files), f"{to}.zip")
 
     async def save_report(self) -> None:

@@ -203,6 +203,6 @@ def expert_overlap(job: Job, layout: Layout, training: Training, device: str) ->
         return training.expert_overlap
     if device != "cuda" or layout.ep == 1 or job.model.moe is None:
         return "none"
-    engine = job.changed(framework=Framework.load("ultrascale-gpu"))
+    engine = job.changed(framework=Framework.load("ultrascale"))
     first = communication.local_tokens_first(Workload(engine, LayoutColumns.of([layout]), ClusterRates(engine)))[0]
     return "rows" if first else "gradients"

@@ -96,8 +96,7 @@ class Request:
 
     def on(self, cluster: Cluster) -> Request:
         """The same run on the actual machine; on a CPU nothing is compiled."""
-        engine = Framework.load("ultrascale-eager" if cluster.gpu.name == "cpu" else "ultrascale-gpu")
-        return replace(self, job=self.job.changed(cluster=cluster, framework=engine))
+        return replace(self, job=self.job.changed(cluster=cluster, framework=Framework.own(cluster.gpu.name)))
 
 
 def from_words(

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, product
 
-from ultrascale.cost import legality
-from ultrascale.model import limits
+from ultrascale.cost import engines, legality
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.errors import SpecError, divisors, near
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.engine import OWN
+from ultrascale.specs.errors import SpecError, divisors
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
-
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 
 def check(job: Job, layout: Layout, training: Training) -> None:
@@ -28,66 +26,35 @@ def check(job: Job, layout: Layout, training: Training) -> None:
 
 
 def job_problem(job: Job) -> str | None:
-    if (sentence := limits.problem(job.model)) is not None:
-        return sentence
-    if job.precision not in PRECISIONS:
-        return f"job.precision is {job.precision} but the engine computes in {', '.join(PRECISIONS)}: try bf16"
-    if OPTIMIZERS[job.optimizer].moments is None:
-        known = ", ".join(name for name, spec in OPTIMIZERS.items() if spec.moments is not None)
-        return f"job.optimizer is {job.optimizer} but the engine steps with {known}: try adamw"
-    if job.dropout:
-        return "job.dropout is true but the engine has no dropout: try false"
-    if job.attention != "flash":
-        return f"job.attention is {job.attention} but the engine never writes scores out: try flash"
-    return None
+    """Why the engine cannot run the job under any layout, with what to try; None if it can."""
+    return engines.job_problem(job, OWN)
 
 
 def layout_problem(job: Job, layout: Layout, training: Training) -> str | None:
     """The first reason why the layout cannot run, with what to try; None if it can."""
-    return legality.problem(job, layout) or next(_problems(job, layout, training), None)
+    return (
+        legality.problem(job, layout)
+        or engines.layout_problem(job, layout, OWN)
+        or next(_problems(job, layout, training), None)
+    )
 
 
 def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
-    vocab = job.model.vocab
-    if vocab % layout.tp:
-        yield f"layout.tp is {layout.tp} but must divide vocab = {vocab}: try {near(layout.tp, divisors(vocab))}"
-    yield from _gradient_problems(job, layout, training)
-    if layout.offload == "parameters" and layout.shards == 1:
-        yield "layout.offload = parameters keeps shards on the host, and one rank has none: try offload=optimizer"
-    if layout.cp > 1:
-        yield from _context_problems(job, layout, training)
-    yield from _expert_problems(job, layout, training)
-    if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
-        yield f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
-
-
-def _gradient_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
-    if layout.data_ranks == 1:
-        return
+    """Of the training's own settings."""
     compress = training.compress
-    if layout.data_parallel == "ddp":
-        if job.precision != "fp32":
-            yield f"layout.data_parallel = ddp reduces in {job.precision}, not in fp32: try data_parallel=bucketed"
-        if layout.pp > 1 and REGISTRY[layout.schedule].split_backward:
-            yield f"layout.data_parallel = ddp does not see the split backward of {layout.schedule}: try data_parallel=bucketed"
-        if compress != "none":
+    if compress != "none" and layout.data_ranks > 1:
+        if layout.data_parallel == "ddp":
             yield f"train.compress is {compress} but data_parallel = ddp has no such hook: try data_parallel=bucketed"
-    if compress != "none" and layout.zero:
-        yield f"train.compress is {compress} but ZeRO-{layout.zero} scatters in full: try zero=0 or train.compress=none"
-
-
-def _context_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
-    window = job.model.sliding_window
-    if window is not None and window < job.seq and layout.context_parallel != "ulysses":
-        yield (
-            f"layout.context_parallel is {layout.context_parallel} but a window of {window} tokens is only kept by ulysses: "
-            "try context_parallel=ulysses or cp=1"
-        )
-    if training.document_mask:
+        if layout.zero:
+            yield f"train.compress is {compress} but ZeRO-{layout.zero} scatters in full: try zero=0 or train.compress=none"
+    if layout.cp > 1 and training.document_mask:
         yield (
             f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
             "sequences: try cp=1 or train.document_mask=false"
         )
+    yield from _expert_problems(job, layout, training)
+    if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
+        yield f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
 
 
 def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
@@ -107,22 +74,8 @@ def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[s
             f"layout.cp is {layout.cp} but train.capacity_factor counts the tokens of whole sequences: "
             "try cp=1 or train.capacity_factor=null"
         )
-    if layout.ep == 1:
-        if training.expert_overlap not in ("auto", "none"):
-            yield f"train.expert_overlap is {training.expert_overlap} but no rows travel between ranks (ep = 1): try auto"
-    elif moe is not None and layout.data_ranks % layout.ep:
-        allowed = [ep for ep in divisors(layout.data_ranks) if moe.experts % ep == 0]
-        yield (
-            f"layout.ep is {layout.ep} but the engine spreads experts over data ranks, of which there are dp·cp = "
-            f"{layout.data_ranks}: try {near(layout.ep, allowed)}"
-        )
-    elif layout.zero and layout.shards % layout.ep:
-        yield (
-            f"layout.zero_shards is {layout.zero_shards} but must be a multiple of ep = {layout.ep}: "
-            f"try zero_shards={layout.ep} or null"
-        )
-    elif layout.data_parallel == "ddp":
-        yield f"layout.data_parallel = ddp reduces experts (ep = {layout.ep}) over all data ranks: try data_parallel=bucketed"
+    if layout.ep == 1 and training.expert_overlap not in ("auto", "none"):
+        yield f"train.expert_overlap is {training.expert_overlap} but no rows travel between ranks (ep = 1): try auto"
 
 
 def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str | None:

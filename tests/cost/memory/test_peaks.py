@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Estimate, StageMemory
@@ -21,8 +22,7 @@ N8, N70, N405 = 8_030_261_248, 70_553_706_496, 405_853_388_800
 
 
 def predict(name: str, cluster: str, seq: int, layout: Layout, **fields: Any) -> Estimate:
-    job = Job(model=Model.load(name), cluster=Cluster.load(cluster), seq=seq, batch_tokens=layout.batch_tokens(seq), **fields)
-    return estimate(job, layout)
+    return estimate(make_job(name, cluster, seq, layout, **fields), layout)
 
 
 def same(stage: StageMemory, **by_hand: float) -> None:
@@ -303,7 +303,7 @@ def test_the_worked_example_of_the_documentation() -> None:
 )
 def test_peaks_measured_on_one_gpu(shape: dict[str, int], mbs: int, recompute: str, measured: float) -> None:
     model = Model(name="untied", ffn=8192, kv_heads=8, vocab=128_256, **shape)
-    cluster, engine = Cluster.load("1xh200"), Framework.load("ultrascale-gpu")
+    cluster, engine = Cluster.load("1xh200"), Framework.load("ultrascale")
     job = Job(model=model, cluster=cluster, seq=4096, batch_tokens=mbs * 4096, framework=engine)
     memory = estimate(job, Layout(mbs=mbs, recompute=recompute)).memory[0].memory
     assert (memory.total - memory.runtime) / GIB == pytest.approx(measured, rel=0.035)

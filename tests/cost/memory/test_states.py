@@ -48,7 +48,7 @@ def test_first_and_last_block_are_gathered_in_bf16() -> None:
 
 
 def test_a_fused_block_has_fewer_scales() -> None:
-    assert narrow(job_of(engine="ultrascale-gpu")) == (2 * (QKV_OUT + MLP), 2 * 4)
+    assert narrow(job_of(engine="ultrascale")) == (2 * (QKV_OUT + MLP), 2 * 4)
 
 
 def test_sizes_unsupported_by_fp8_are_gathered_in_bf16() -> None:
@@ -97,7 +97,7 @@ def test_gathered_and_stored_bytes() -> None:
     ("engine", "narrow_layers"),
     # Eager operators are fullest when the gradients of embedding and head are scattered: no layer is gathered then. A GPU's
     # kernels are at the loss, beside the last layer alone, which stays wide.
-    [("ultrascale", 1), ("ultrascale-gpu", 0), ("ultrascale-eager", 0)],
+    [("playbook", 1), ("ultrascale", 0), ("ultrascale-eager", 0)],
 )
 def test_fp8_gather_adds_neither_time_nor_memory(engine: str, narrow_layers: int) -> None:
     job, layout = job_of(Model.load("llama-3-8b"), engine, gpus=8), Layout(dp=8, zero=3)

@@ -167,7 +167,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         modern = "flash" in values.get("attention_impl", "").lower() or bool(
             re.search(r"[hb]\d00|mi3", values.get("gpu", "").lower())
         )
-        name = "eager" if modern else "deepspeed"
+        name = "deepspeed" if modern else "deepspeed-2021"
     elif "fsdp1" in system or "composer" in system or "foundry" in system:
         name = "torchtitan" if compiled else "fsdp1-eager"
     else:
@@ -179,6 +179,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     if "megatron-bridge" in system:
         # cross_entropy_fusion_impl = "te" in every recipe: bf16 logits, and their gradient takes their place.
         changes.setdefault("loss", "overwritten")
+    elif name == "megatron-core":
+        changes.setdefault("loss", "in-place")
     kernel = attention_kernel(values.get("attention_impl", "").lower())
     if kernel == "flash" and framework.attention.startswith("plain"):
         kernel = "flash-2"  # an engine of plain attention's days that was given the kernel of its time

@@ -29,6 +29,7 @@ ALLOCATED = ("allocated", "active")
 FAMILY = {
     "torchtitan-eager": "eager",
     "deepspeed": "eager",
+    "deepspeed-2021": "eager",
     "megatron-no-overlap": "megatron-core",
     "flash-training": "megatron-core",
 }

@@ -1,0 +1,50 @@
+"""Engine: which values of the layout and the job a training program runs, from presets/engines.yaml."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import Field
+
+from ultrascale.schedules import REGISTRY
+from ultrascale.specs.files import package_data
+from ultrascale.specs.model import Model
+from ultrascale.specs.validate import FrozenSpec, build
+
+OWN = "ultrascale"
+
+
+class Engine(FrozenSpec):
+    """A training program. A field that it does not name takes every value."""
+
+    name: str
+    title: str
+    layout: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    job: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+
+    @classmethod
+    def load(cls, name: str) -> Engine:
+        return _presets()[name]
+
+
+@cache
+def _presets() -> dict[str, Engine]:
+    data = package_data("ultrascale.specs", "presets/engines.yaml")
+    found = {}
+    for name, fields in data.items():
+        schedules = tuple(spec.name for spec in REGISTRY.values() if spec.runs_in(name))
+        limits = {**fields.get("layout", {}), "schedule": schedules}
+        found[name] = build(Engine, {**fields, "name": name, "layout": limits}, f"engine {name}")
+    return found
+
+
+def model_problem(model: Model) -> str | None:
+    """Why our engine cannot train the model, with what to try; None if it can."""
+    if model.mla is not None:
+        return f"model.mla is set ({model.name}) but the engine has no latent attention: try qwen3-30b-a3b or tiny-moe"
+    if model.moe is not None and model.mlp_bias:
+        return f"model.mlp_bias is true ({model.name}) but the engine's experts have no biases: try false"
+    if model.positions == "rotary" and model.head_dim % 2:
+        return f"model.head_dim is {model.head_dim} but rotary positions turn pairs of numbers: try {model.head_dim + 1}"
+    return None

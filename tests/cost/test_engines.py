@@ -1,0 +1,124 @@
+"""What each engine runs: values and rules, their sentences, and search that proposes nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from builders import make_job
+from ultrascale.cost import engines
+from ultrascale.cost.estimate import estimate, memory_limit_gib
+from ultrascale.plan import advice
+from ultrascale.plan.candidates import LayoutConstraints, cores
+from ultrascale.plan.search import plan
+from ultrascale.schedules import REGISTRY
+from ultrascale.specs.engine import Engine
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
+from ultrascale.specs.layout import Layout
+
+ENGINES = ("ultrascale", "torchtitan", "megatron-core", "nanotron", "deepspeed", "accelerate")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_search_tries_only_what_the_engine_runs(name: str) -> None:
+    job = make_job("llama-3-8b", "16xh100", 8192, 64, framework=name)
+    limits = Engine.load(job.framework.engine).layout
+    tried = 0
+    for group in cores(job, LayoutConstraints()):
+        assert group.columns.pp[0] == 1 or all(schedule in limits["schedule"] for schedule, _ in group.variants)
+        rows = range(0, len(group.columns), max(1, len(group.columns) // 40))
+        for layout in map(group.columns.layout, rows):
+            assert engines.layout_problem(job, layout) is None
+            tried += 1
+    assert tried
+
+
+RULES = [
+    ("torchtitan", Layout(dp=8, tp=2, zero=1), "layout.zero is 1 but torchtitan runs 0, 3: try 0"),
+    ("torchtitan", Layout(dp=8, tp=2), "torchtitan cuts models only beside FSDP: try zero=3"),
+    ("torchtitan", Layout(dp=4, pp=4, zero=3, schedule="zero-bubble"), "torchtitan cannot cut 32 layers so: try 2"),
+    ("torchtitan", Layout(dp=4, pp=4, zero=3, schedule="v-half", virtual_stages=2), "layout.schedule is v-half"),
+    ("megatron-core", Layout(dp=4, pp=4, schedule="zero-bubble"), "layout.schedule is zero-bubble but Megatron-LM runs"),
+    ("nanotron", Layout(dp=16, recompute="selective"), "layout.recompute is selective but nanotron runs none, full"),
+    ("deepspeed", Layout(dp=8, pp=2), "layout.pp is 2 but DeepSpeed runs 1"),
+    ("accelerate", Layout(dp=8, tp=2, sequence_parallel=False), "Accelerate cuts tensors and sequences only beside FSDP"),
+    ("ultrascale", Layout(tp=16), None),
+    ("playbook", Layout(tp=16), None),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "says"), RULES, ids=lambda value: str(value)[:40])
+def test_a_layout_that_the_engine_does_not_run(name: str, layout: Layout, says: str | None) -> None:
+    sentence = engines.layout_problem(make_job("llama-3-8b", "16xh100", framework=name), layout)
+    assert sentence is None if says is None else says in (sentence or "")
+
+
+def test_a_field_without_effect_is_no_problem() -> None:
+    """Without tp nothing is cut along the sequence, and without cp no keys travel."""
+    job = make_job("llama-3-8b", "16xh100", framework="deepspeed")
+    assert engines.layout_problem(job, Layout(dp=16, zero=2)) is None
+
+
+def test_a_fixed_value_that_the_engine_lacks_is_an_error() -> None:
+    job = make_job("llama-3-8b", "16xh100", framework="torchtitan")
+    with pytest.raises(SpecError, match=r"layout\.zero is 1 but torchtitan runs 0, 3: try 0, or another --framework"):
+        plan(job, fix=["zero=1", "tp=2", "pp=1"])
+
+
+def test_a_job_that_our_engine_cannot_run_is_planned_for_the_idealised_one() -> None:
+    job = make_job("deepseek-v2-lite", "64xh100", 4096, 256, framework="ultrascale")
+    changed, (note,) = advice.runnable(job)
+    assert changed.framework.name == "playbook"
+    assert "no latent attention" in note
+    assert advice.runnable(make_job(framework="ultrascale"))[1] == []
+
+
+def test_a_job_that_another_engine_cannot_run_is_an_error() -> None:
+    with pytest.raises(SpecError, match=r"job\.precision is fp8 but nanotron runs bf16, fp16, fp32"):
+        plan(make_job("llama-3-8b", "16xh100", framework="nanotron", precision="fp8"))
+
+
+def test_blocks_that_are_not_compiled_move_the_bytes_of_plain_operators() -> None:
+    """2.7 times as many in a layer, under tp as on a CPU; the head's are the same. The idealised engine compiles everything."""
+    layout = Layout(tp=8)
+    ours, ideal = (estimate(make_job("llama-3-8b", "8xh100", 8192, 1, name), layout) for name in ("ultrascale", "playbook"))
+    assert Framework.load("ultrascale-eager").elementwise == 2.7
+    assert 1.7 * ideal.time.memory_bound_s < ours.time.memory_bound_s < 2.7 * ideal.time.memory_bound_s
+    whole = Layout(dp=8)
+    ours, ideal = (estimate(make_job("llama-3-8b", "8xh100", 8192, 8, name), whole) for name in ("ultrascale", "playbook"))
+    assert ours.time.memory_bound_s < 1.5 * ideal.time.memory_bound_s
+
+
+def test_torchtitan_has_the_schedules_of_torch() -> None:
+    assert Engine.load("torchtitan").layout["schedule"] == tuple(
+        name for name, spec in REGISTRY.items() if spec.torch_name is not None
+    )
+
+
+def test_the_memory_limit_is_where_the_probability_to_fit_ends() -> None:
+    job, layout = make_job("llama-3-8b", "8xh100", 8192, 64, "ultrascale"), Layout(dp=8, zero=3, gas=8)
+    limit = memory_limit_gib(job, 0.9, 0.0)
+    assert limit < job.cluster.gpu.memory_gib
+    found = estimate(job, layout)
+    probability = {}
+    for peak in (0.999 * limit, 1.001 * limit):
+        changed = job.cluster.gpu.model_copy(update={"memory_gib": job.cluster.gpu.memory_gib * found.peak_gib / peak})
+        moved = job.changed(cluster=job.cluster.model_copy(update={"gpu": changed}))
+        span = estimate(moved, layout).range
+        assert span is not None
+        probability[peak < limit] = span.fit_probability
+    assert probability[True] >= 0.9 > probability[False]
+    assert memory_limit_gib(job, 0.0, 4.0) == pytest.approx(job.cluster.gpu.memory_gib - 4)
+    for bad in ((1.5, 0.0), (0.9, 100.0), (0.999, 0.0)):
+        with pytest.raises(SpecError, match="--min-"):
+            memory_limit_gib(job, *bad)
+
+
+def test_plans_keep_the_margin() -> None:
+    job = make_job("llama-3-8b", "8xh100", 8192, 64, "ultrascale")
+    for found in plan(job, top=5, explain=False).plans:
+        assert found.estimate.range is not None
+        assert found.estimate.range.fit_probability >= 0.9
+    free = plan(job, top=3, explain=False, min_free_gib=20.0).plans
+    assert np.max([one.estimate.peak_gib for one in free]) <= job.cluster.gpu.memory_gib - 20
