@@ -287,7 +287,7 @@ def test_unsupported_plans_are_refused() -> None:
         check(job, layout.changed(dp=4), "meta")
     with pytest.raises(SpecError, match="data_parallel: bucketed"):
         check(job.changed(precision="fp32"), layout.changed(data_parallel="ddp"), "meta")
-    with pytest.raises(SpecError, match="the engine has no dropout"):
+    with pytest.raises(SpecError, match="dropout is true but ultrascale train runs false"):
         check(job.changed(dropout=True), layout, "meta")
 
 

@@ -419,7 +419,7 @@ ENGINES = {
     ("nanotron", ""): "nanotron",
     ("nanotron", "no"): "nanotron",
     ("nanotron v0.5", "no"): "nanotron",
-    ("DeepSpeed ZeRO-3", "no"): "deepspeed",
+    ("DeepSpeed ZeRO-3", "no"): "deepspeed-2021",
     ("Megatron-LM (2020)", "no"): "megatron-2021",
     ("Megatron-LM (2021)", ""): "megatron-2021",
     ("Megatron-LM (2021)", "no"): "megatron-2021",

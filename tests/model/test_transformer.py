@@ -10,14 +10,13 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from builders import make_job
 from model.builders import from_hf, initialize, to_hf
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.memory import activations
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Block, CausalAttention, CrossEntropy, Transformer
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
@@ -265,7 +264,7 @@ def saved_bytes(model: Model, length: int, batch: int = 1) -> int:
 )
 def test_a_block_saves_what_the_memory_model_counts(change: dict[str, Any]) -> None:
     model, length = Model.load("tiny").model_copy(update=change), 256
-    job = Job(model=model, cluster=Cluster.load("1xh100"), seq=length, batch_tokens=length, precision="fp32")
+    job = make_job(model, "1xh100", length, 1, precision="fp32")
     law = activations.layer(job, LayoutColumns.of([Layout()]), moe=False).total[0]
     # Each of the two norms keeps a scale, LayerNorm a mean too, per token: a share of 1/hidden that the law leaves out.
     rows = 4 * length * (4 if model.norm == "layernorm" else 2)
