@@ -12,7 +12,7 @@ from ultrascale.plan import advice
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.plan.search import plan
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.engine import Engine
+from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
@@ -23,7 +23,7 @@ ENGINES = ("ultrascale", "torchtitan", "megatron-core", "nanotron", "deepspeed",
 @pytest.mark.parametrize("name", ENGINES)
 def test_search_tries_only_what_the_engine_runs(name: str) -> None:
     job = make_job("llama-3-8b", "16xh100", 8192, 64, framework=name)
-    limits = Engine.load(job.framework.engine).layout
+    limits = EngineLimits.load(job.framework.engine).layout
     tried = 0
     for group in cores(job, LayoutConstraints()):
         assert group.columns.pp[0] == 1 or all(schedule in limits["schedule"] for schedule, _ in group.variants)
@@ -91,7 +91,7 @@ def test_blocks_that_are_not_compiled_move_the_bytes_of_plain_operators() -> Non
 
 
 def test_torchtitan_has_the_schedules_of_torch() -> None:
-    assert Engine.load("torchtitan").layout["schedule"] == tuple(
+    assert EngineLimits.load("torchtitan").layout["schedule"] == tuple(
         name for name, spec in REGISTRY.items() if spec.torch_name is not None
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, LayoutColumns, encode
 from ultrascale.cost.legality import Rule
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.engine import OWN, Engine, model_problem
+from ultrascale.specs.engine import OWN, EngineLimits, model_problem
 from ultrascale.specs.errors import divisors, near
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
@@ -29,7 +29,7 @@ def job_problem(job: Job, engine: str | None = None) -> str | None:
         if OPTIMIZERS[job.optimizer].moments is None:
             known = ", ".join(one for one, spec in OPTIMIZERS.items() if spec.moments is not None)
             return f"job.optimizer is {job.optimizer} but the engine steps with {known}: try adamw"
-    limits = Engine.load(name)
+    limits = EngineLimits.load(name)
     for field, values in limits.job.items():
         value = getattr(job, field)
         if value not in values:
@@ -45,7 +45,7 @@ def layout_problem(job: Job, layout: Layout, engine: str | None = None) -> str |
 
 def value_problem(engine: str, field: str, value: Any) -> str | None:
     """Why the engine does not run this value of a field of the layout; None if it does."""
-    limits = Engine.load(engine) if engine else None
+    limits = EngineLimits.load(engine) if engine else None
     runs = limits is None or value in limits.layout.get(field, (value,))
     return None if runs or limits is None else _sentence("layout", field, value, limits)
 
@@ -54,10 +54,13 @@ def value_problem(engine: str, field: str, value: Any) -> str | None:
 def rules(engine: str) -> tuple[Rule, ...]:
     if not engine:
         return ()
-    return (*(_one_of(Engine.load(engine), field) for field in Engine.load(engine).layout), *_TOGETHER.get(engine, ()))
+    return (
+        *(_one_of(EngineLimits.load(engine), field) for field in EngineLimits.load(engine).layout),
+        *_TOGETHER.get(engine, ()),
+    )
 
 
-def _one_of(engine: Engine, field: str) -> Rule:
+def _one_of(engine: EngineLimits, field: str) -> Rule:
     codes = [encode(field, value) for value in engine.layout[field]]
     return Rule(
         (field,),
@@ -81,7 +84,7 @@ def _matters(field: str, c: LayoutColumns) -> Array:
     return np.asarray(c.data_ranks > 1) if field in ("zero", "keep_gathered") else np.ones(len(c), dtype=bool)
 
 
-def _sentence(what: str, field: str, value: Any, engine: Engine) -> str:
+def _sentence(what: str, field: str, value: Any, engine: EngineLimits) -> str:
     values = (engine.layout if what == "layout" else engine.job)[field]
     known = ", ".join(_word(one) for one in values)
     return f"{what}.{field} is {_word(value)} but {engine.title} runs {known}: try {_word(values[0])}"

@@ -21,7 +21,7 @@ CLOSE = 0.02  # step time and peak memory of a file that runs the plan are this 
 
 
 @dataclass(frozen=True)
-class Difference:
+class LostSetting:
     """A field that the engine will run with another value, and what that alone changes in step time and memory."""
 
     field: str
@@ -41,7 +41,7 @@ class ReadBack:
     planned: Estimate
     runs: Estimate | None
     """None if the settings make no run that can be estimated"""
-    differences: tuple[Difference, ...]
+    differences: tuple[LostSetting, ...]
 
     @property
     def fits(self) -> bool:
@@ -66,11 +66,11 @@ def read_back(plan: Plan, engine: EngineFormat, file: File) -> ReadBack:
     given = Given(cluster=job.cluster, model=job.model if without_model else None)
     lost = []
     if without_model and "model" not in engine.program:
-        lost.append(Difference("model", job.model.name, "a stand-in", engine.lost["model"]))
+        lost.append(LostSetting("model", job.model.name, "a stand-in", engine.lost["model"]))
     try:
         found = plan_of_text(engine, file.text, file.name, given).plan
     except SpecError as error:
-        return ReadBack(engine, planned, None, (*lost, Difference("file", "a run", "none", str(error))))
+        return ReadBack(engine, planned, None, (*lost, LostSetting("file", "a run", "none", str(error))))
     inert = fields.unused_fields(plan.layout)
     runs = fields.plan_fields(found.job, found.layout)
     names = [name for name in dict.fromkeys((*wanted, *runs)) if name not in inert and name not in _FACTS]
@@ -86,18 +86,18 @@ _FACTS = ("job.cluster", "job.framework", "job.total_tokens", "job.batch_tokens"
 
 def _difference(
     job: Job, layout: Layout, planned: Estimate, name: str, wanted: object, value: object, engine: EngineFormat
-) -> Difference:
+) -> LostSetting:
     room, _, field = name.partition(".")
     changed_job = job.changed(**{field: value}) if room == "job" and field != "seq" else job
     changed = layout.changed(**{field: value}) if room == "layout" else layout
     general = engine.lost.get("model.*") if room == "model" else None
     why = engine.lost.get(name) or general or f"{engine.title} has no such setting"
     if room == "model" or problem(changed_job, changed) is not None:
-        return Difference(name, str(wanted), str(value), why)
-    return Difference(name, str(wanted), str(value), why, *_change(planned, estimate(changed_job, changed)))
+        return LostSetting(name, str(wanted), str(value), why)
+    return LostSetting(name, str(wanted), str(value), why, *_change(planned, estimate(changed_job, changed)))
 
 
-def _of_framework(job: Job, found: Job, layout: Layout, planned: Estimate) -> list[Difference]:
+def _of_framework(job: Job, found: Job, layout: Layout, planned: Estimate) -> list[LostSetting]:
     """Overlaps and kernels that the estimate assumed and the file does not switch on."""
     differences = []
     for name in Framework.model_fields:
@@ -107,7 +107,7 @@ def _of_framework(job: Job, found: Job, layout: Layout, planned: Estimate) -> li
             change = _change(planned, estimate(changed, layout))
             if any(change):
                 why = "no setting switches it on"
-                differences.append(Difference(f"framework.{name}", str(wanted), str(value), why, *change))
+                differences.append(LostSetting(f"framework.{name}", str(wanted), str(value), why, *change))
     return differences
 
 

@@ -20,7 +20,7 @@ from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.engine import Engine
+from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
@@ -84,7 +84,7 @@ class LayoutConstraints:
 
     def for_engine(self, name: str) -> LayoutConstraints:
         """These, and what the engine of that name runs."""
-        return replace(self, runs=Engine.load(name).layout) if name else self
+        return replace(self, runs=EngineLimits.load(name).layout) if name else self
 
     def allows(self, name: str, value: Any) -> bool:
         return (name not in self.fixed or self.fixed[name] == value) and value not in self.forbidden.get(name, ())

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ultrascale.export.check import Difference, ReadBack
+from ultrascale.export.check import LostSetting, ReadBack
 from ultrascale.export.header import NOT_EXPRESSIBLE
 from ultrascale.export.read import ImportedPlan
 from ultrascale.export.targets import EngineExport
@@ -57,7 +57,7 @@ def _show_read_back(console: Console, plan: Plan, run: ReadBack) -> None:
             bullets(console, [f"model: other {', '.join(names)} ({shape[0].why})"])
 
 
-def _cost(one: Difference) -> str:
+def _cost(one: LostSetting) -> str:
     cost = "" if one.step_time is None or one.peak_gib is None else f" costs {one.step_time:+.1%} time, {one.peak_gib:+.1f} GiB"
     return f"{one.field}: {one.runs} instead of {one.planned}{cost} ({one.why})"
 

@@ -1,4 +1,4 @@
-"""Engine: which values of the layout and the job a training program runs, from presets/engines.yaml."""
+"""EngineLimits: which values of the layout and the job a training program runs, from presets/engines.yaml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultrascale.specs.validate import FrozenSpec, build
 OWN = "ultrascale"
 
 
-class Engine(FrozenSpec):
+class EngineLimits(FrozenSpec):
     """A training program. A field that it does not name takes every value."""
 
     name: str
@@ -24,18 +24,18 @@ class Engine(FrozenSpec):
     job: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
 
     @classmethod
-    def load(cls, name: str) -> Engine:
+    def load(cls, name: str) -> EngineLimits:
         return _presets()[name]
 
 
 @cache
-def _presets() -> dict[str, Engine]:
+def _presets() -> dict[str, EngineLimits]:
     data = package_data("ultrascale.specs", "presets/engines.yaml")
     found = {}
     for name, fields in data.items():
         schedules = tuple(spec.name for spec in REGISTRY.values() if spec.runs_in(name))
         limits = {**fields.get("layout", {}), "schedule": schedules}
-        found[name] = build(Engine, {**fields, "name": name, "layout": limits}, f"engine {name}")
+        found[name] = build(EngineLimits, {**fields, "name": name, "layout": limits}, f"engine {name}")
     return found
 
 
