@@ -11,11 +11,13 @@ from ultrascale.cost.estimate import estimate, memory_limit_gib
 from ultrascale.plan import advice
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.plan.search import plan
+from ultrascale.plan.what_if import what_if
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.plan import Plan
 
 ENGINES = ("ultrascale", "torchtitan", "megatron-core", "nanotron", "deepspeed", "accelerate")
 
@@ -35,7 +37,7 @@ def test_search_tries_only_what_the_engine_runs(name: str) -> None:
 
 
 RULES = [
-    ("torchtitan", Layout(dp=8, tp=2, zero=1), "layout.zero is 1 but torchtitan runs 0, 3: try 0"),
+    ("torchtitan", Layout(dp=8, tp=2, zero=1), "layout.zero is 1 but torchtitan runs 3, 0: try 3"),
     ("torchtitan", Layout(dp=8, tp=2), "torchtitan cuts models only beside FSDP: try zero=3"),
     ("torchtitan", Layout(dp=4, pp=4, zero=3, schedule="zero-bubble"), "torchtitan cannot cut 32 layers so: try 2"),
     ("torchtitan", Layout(dp=4, pp=4, zero=3, schedule="v-half", virtual_stages=2), "layout.schedule is v-half"),
@@ -62,16 +64,16 @@ def test_a_field_without_effect_is_no_problem() -> None:
 
 def test_a_fixed_value_that_the_engine_lacks_is_an_error() -> None:
     job = make_job("llama-3-8b", "16xh100", framework="torchtitan")
-    with pytest.raises(SpecError, match=r"layout\.zero is 1 but torchtitan runs 0, 3: try 0, or another --framework"):
+    with pytest.raises(SpecError, match=r"layout\.zero is 1 but torchtitan runs 3, 0: try 3, or another --framework"):
         plan(job, fix=["zero=1", "tp=2", "pp=1"])
 
 
 def test_a_job_that_our_engine_cannot_run_is_planned_for_the_idealised_one() -> None:
     job = make_job("deepseek-v2-lite", "64xh100", 4096, 256, framework="ultrascale")
-    changed, (note,) = advice.runnable(job)
+    changed, (note,) = advice.runnable_job(job)
     assert changed.framework.name == "playbook"
     assert "no latent attention" in note
-    assert advice.runnable(make_job(framework="ultrascale"))[1] == []
+    assert advice.runnable_job(make_job(framework="ultrascale"))[1] == []
 
 
 def test_a_job_that_another_engine_cannot_run_is_an_error() -> None:
@@ -122,3 +124,18 @@ def test_plans_keep_the_margin() -> None:
         assert found.estimate.range.fit_probability >= 0.9
     free = plan(job, top=3, explain=False, min_free_gib=20.0).plans
     assert np.max([one.estimate.peak_gib for one in free]) <= job.cluster.gpu.memory_gib - 20
+
+
+def test_reasons_compare_only_with_layouts_that_the_engine_runs() -> None:
+    (best,) = plan(make_job("llama-3-8b", "16xh100", 8192, 128, "torchtitan"), top=1).plans
+    assert best.rejected
+    for one in best.rejected:
+        assert engines.layout_problem(best.job, one.layout) is None, one
+
+
+def test_what_if_refuses_what_the_engine_does_not_run() -> None:
+    job, layout = make_job("llama-3-8b", "16xh100", 8192, 128, "torchtitan"), Layout(dp=16, zero=3, gas=8)
+    answer = what_if(Plan(job=job, layout=layout, estimate=estimate(job, layout)), "zero=1")
+    assert answer.estimate is None
+    assert answer.problem is not None
+    assert "torchtitan runs 3, 0" in answer.problem

@@ -44,9 +44,9 @@ def test_export_and_import_in_json(run, plan: Path) -> None:
     assert code == 0
     answer = json.loads(out)
     assert answer["written"] == ["out/run.sh"]
-    (runs,) = answer["runs"]
-    assert runs["same"]
-    assert runs["runs"] == runs["planned"]
+    (check,) = answer["checks"]
+    assert check["same"]
+    assert check["actual"] == check["planned"]
     code, out, _ = run("import", "out/run.sh", "--json")
     assert code == 0
     found = json.loads(out)
@@ -54,7 +54,7 @@ def test_export_and_import_in_json(run, plan: Path) -> None:
     back = Plan.from_mapping(found["plan"])
     assert back.layout == plan_of("dense").layout
     assert back.job.framework.name == "megatron-core"
-    assert back.estimate.step_time_s == pytest.approx(runs["runs"]["step_time_s"])
+    assert back.estimate.step_time_s == pytest.approx(check["actual"]["step_time_s"])
 
 
 def test_an_engine_that_cannot_run_the_plan_gets_no_file(run, plan: Path) -> None:
@@ -68,7 +68,7 @@ def test_an_engine_that_cannot_run_the_plan_gets_no_file(run, plan: Path) -> Non
     assert code == 0
     answer = json.loads(out)
     assert any(line.startswith("not expressible here: layout.schedule = interleaved") for line in answer["header"])
-    assert {"layout.schedule", "layout.virtual_stages"} == {one["field"] for one in answer["runs"][0]["differences"]}
+    assert {"layout.schedule", "layout.virtual_stages"} == {one["field"] for one in answer["checks"][0]["differences"]}
     _, out, _ = run("import", "out/config.yaml", "--json")
     assert json.loads(out)["plan"]["layout"]["schedule"] == "1f1b"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plan_builders import PLANS, exported, plan_of, planned, random_plan
 
 from ultrascale.export import header, targets, write
-from ultrascale.export.check import ReadBack, read_back
+from ultrascale.export.check import ExportCheck, check_export
 from ultrascale.export.common import EngineFormat
 from ultrascale.export.read import Given, plan_from
 from ultrascale.specs.layout import Layout
@@ -26,20 +26,20 @@ def titles(engine: EngineFormat) -> str:
     return engine.title
 
 
-def reread(engine: EngineFormat, plan: Plan) -> ReadBack:
+def checked(engine: EngineFormat, plan: Plan) -> ExportCheck:
     files, _ = write.for_engine(engine, plan.job, plan.layout)
-    return read_back(plan, engine, next(file for file in files if file.name == engine.config))
+    return check_export(plan, engine, next(file for file in files if file.name == engine.config))
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("name", PLANS)
 def test_an_engine_runs_the_plan_or_the_lost_fields_are_named(engine: EngineFormat, name: str) -> None:
     lost = NOT_EXPRESSIBLE[engine.title][name].split()
-    found = reread(engine, plan_of(name))
+    found = checked(engine, plan_of(name))
     if not lost:
         assert found.differences == ()
         assert found.same
-    if found.runs is not None:
+    if found.actual is not None:
         named = dict.fromkeys(_short(one.field) for one in found.differences if not one.field.startswith("framework."))
         assert sorted(named) == sorted(lost)
 
@@ -48,12 +48,12 @@ def test_an_engine_runs_the_plan_or_the_lost_fields_are_named(engine: EngineForm
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_legal_layout_runs_as_planned_or_differs_by_name(engine: EngineFormat, seed: int) -> None:
-    found = reread(engine, planned(*random_plan(seed)))
+    found = checked(engine, planned(*random_plan(seed)))
     assert found.same or found.differences
     if not found.differences:
-        assert found.runs is not None
-        assert found.runs.step_time_s == pytest.approx(found.planned.step_time_s)
-        assert found.runs.peak_gib == pytest.approx(found.planned.peak_gib)
+        assert found.actual is not None
+        assert found.actual.step_time_s == pytest.approx(found.planned.step_time_s)
+        assert found.actual.peak_gib == pytest.approx(found.planned.peak_gib)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
@@ -234,7 +234,7 @@ def test_rotary_scaling_survives_the_round_trip(engine: EngineFormat, case: str,
     job = plan.job.changed(model=model)
     _, lines = write.for_engine(engine, job, plan.layout)
     lost = [line for line in lines if line.startswith(f"{header.NOT_EXPRESSIBLE}: model")]
-    found = reread(engine, planned(job, plan.layout))
+    found = checked(engine, planned(job, plan.layout))
     assert any(one.field.startswith("model") for one in found.differences) == bool(lost)
 
 
@@ -248,7 +248,7 @@ def test_either_gelu_survives_the_round_trip(engine: EngineFormat, activation: s
     job = plan.job.changed(model=model)
     _, lines = write.for_engine(engine, job, plan.layout)
     lost = [line for line in lines if line.startswith(f"{header.NOT_EXPRESSIBLE}: model")]
-    found = reread(engine, planned(job, plan.layout))
+    found = checked(engine, planned(job, plan.layout))
     assert any(one.field.startswith("model") for one in found.differences) == bool(lost)
 
 

@@ -34,7 +34,7 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
     allow_different: Annotated[
-        bool, typer.Option("--allow-different", help="Write a file too that its engine runs otherwise than planned.")
+        bool, typer.Option("--allow-different", help="Write the file even if its engine would run something else than planned.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,15 +61,15 @@ def export(
 
         supported.check(plan.job, plan.layout, Training())
         files, follows = targets.launcher_files(plan, to, image, str(output))
-        made = targets.EngineExport(files, [], follows, [])
+        exported = targets.EngineExport(files, [], follows, [])
     else:
-        made = targets.engine_files(plan, to, style, str(output))
-    refused = not made.same and not allow_different
-    written = [] if refused else write.into(output, made.files, force)
+        exported = targets.engine_files(plan, to, style, str(output))
+    refused = not exported.same and not allow_different
+    written = [] if refused else write.into(output, exported.files, force)
     if as_json:
-        print_json(show.exported_json(made, written))
+        print_json(show.exported_json(exported, written))
     else:
-        show.show_exported(terminal(), plan, made, written)
+        show.show_exported(terminal(), plan, exported, written)
     if refused:
         raise typer.Exit(NO)
 

@@ -69,7 +69,10 @@ def plan(
     attention: Annotated[str, typer.Option(help="flash, or plain (materialised score matrices).")] = "flash",
     framework: Annotated[
         str,
-        typer.Option(help="Predict for this engine: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…"),
+        typer.Option(
+            help="Plan for this engine, with layouts that it runs: ultrascale, [cyan]megatron-core[/], [cyan]torchtitan[/]…; "
+            "[cyan]playbook[/] is an idealised engine."
+        ),
     ] = "ultrascale",
     min_fit: Annotated[
         float, typer.Option("--min-fit", help="The least probability to fit, from the memory errors of measured runs.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ultrascale.cost import legality
 from ultrascale.cost.columns import Array, LayoutColumns, encode
 from ultrascale.cost.legality import Rule
 from ultrascale.schedules import REGISTRY
@@ -15,7 +16,7 @@ from ultrascale.specs.errors import divisors, near
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
 
-TORCHTITAN_ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts stages
+TORCHTITAN_END_LAYERS = 2  # layers that torchtitan counts for the embedding and the head when it cuts stages
 
 
 def job_problem(job: Job, engine: str | None = None) -> str | None:
@@ -37,6 +38,11 @@ def job_problem(job: Job, engine: str | None = None) -> str | None:
     return None
 
 
+def problem(job: Job, layout: Layout) -> str | None:
+    """Why the layout is not legal, or why the job's engine does not run it; None if it runs."""
+    return legality.problem(job, layout) or layout_problem(job, layout)
+
+
 def layout_problem(job: Job, layout: Layout, engine: str | None = None) -> str | None:
     """The first rule of the job's engine, or of another, that the layout breaks, as a sentence; None if it runs."""
     row, name = LayoutColumns.of([layout]), job.framework.engine if engine is None else engine
@@ -55,21 +61,21 @@ def rules(engine: str) -> tuple[Rule, ...]:
     if not engine:
         return ()
     return (
-        *(_one_of(EngineLimits.load(engine), field) for field in EngineLimits.load(engine).layout),
-        *_TOGETHER.get(engine, ()),
+        *(_allowed_values_rule(EngineLimits.load(engine), field) for field in EngineLimits.load(engine).layout),
+        *_COMBINATION_RULES.get(engine, ()),
     )
 
 
-def _one_of(engine: EngineLimits, field: str) -> Rule:
+def _allowed_values_rule(engine: EngineLimits, field: str) -> Rule:
     codes = [encode(field, value) for value in engine.layout[field]]
     return Rule(
         (field,),
-        lambda job, c: np.isin(getattr(c, field), codes) | ~_matters(field, c),
+        lambda job, c: np.isin(getattr(c, field), codes) | ~has_effect(field, c),
         lambda job, x: _sentence("layout", field, getattr(x, field), engine),
     )
 
 
-def _matters(field: str, c: LayoutColumns) -> Array:
+def has_effect(field: str, c: LayoutColumns) -> Array:
     """Rows in which the field changes anything."""
     if field in ("schedule", "virtual_stages"):
         return np.asarray(c.pp > 1)
@@ -78,7 +84,7 @@ def _matters(field: str, c: LayoutColumns) -> Array:
     if field == "context_parallel":
         return np.asarray(c.cp > 1)
     if field == "data_parallel":
-        return np.asarray((c.zero == 0) & (c.data_ranks > 1))
+        return np.asarray(((c.zero == 0) | (c.shards == 1)) & (c.data_ranks > 1))
     if field == "zero_shards":
         return np.asarray(c.shards < c.data_ranks)
     return np.asarray(c.data_ranks > 1) if field in ("zero", "keep_gathered") else np.ones(len(c), dtype=bool)
@@ -94,17 +100,17 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _whole_vocabulary(job: Job, x: Layout) -> str:
+def _vocabulary_sentence(job: Job, x: Layout) -> str:
     vocab = job.model.vocab
     return f"layout.tp is {x.tp} but must divide vocab = {vocab}: try {near(x.tp, divisors(vocab))}"
 
 
-def _window_kept(job: Job, c: LayoutColumns) -> Array:
+def _keeps_sliding_window(job: Job, c: LayoutColumns) -> Array:
     window = job.model.sliding_window
     return np.asarray((c.cp == 1) | c.is_("context_parallel", "ulysses") | (window is None or window >= job.seq))
 
 
-def _window_sentence(job: Job, x: Layout) -> str:
+def _sliding_window_sentence(job: Job, x: Layout) -> str:
     return (
         f"layout.context_parallel is {x.context_parallel} but a window of {job.model.sliding_window} tokens is only kept by "
         "ulysses: try context_parallel=ulysses or cp=1"
@@ -120,7 +126,7 @@ def _experts_sentence(job: Job, x: Layout) -> str:
     )
 
 
-def _ddp_sees_all(job: Job, c: LayoutColumns) -> Array:
+def _ddp_supported(job: Job, c: LayoutColumns) -> Array:
     ddp = c.is_("data_parallel", "ddp") & (c.data_ranks > 1)
     return np.asarray(~ddp | ((job.precision == "fp32") & ~((c.pp > 1) & c.split_backward) & (c.ep == 1)))
 
@@ -135,34 +141,34 @@ def _ddp_sentence(job: Job, x: Layout) -> str:
     return f"layout.data_parallel = ddp {why}: try data_parallel=bucketed"
 
 
-def titan_stages(layers: int, per_stage: Any) -> Any:
+def torchtitan_stages(layers: int, per_stage: Any) -> Any:
     """Stages that torchtitan cuts with so many layers in each."""
-    return -(-(layers + TORCHTITAN_ENDS) // per_stage)
+    return -(-(layers + TORCHTITAN_END_LAYERS) // per_stage)
 
 
-def titan_usual(c: LayoutColumns) -> Array:
+def torchtitan_default_stages(c: LayoutColumns) -> Array:
     """Stages of a rank where torchtitan is not told how many layers a stage has."""
     looped = np.asarray([spec.most_stages != 1 for spec in REGISTRY.values()])[c.schedule]
     return np.where(looped, 2, 1)
 
 
-def _titan_cuts(job: Job, c: LayoutColumns) -> Array:
+def _torchtitan_splits_layers(job: Job, c: LayoutColumns) -> Array:
     stages = c.pp * c.virtual_stages
-    cut = titan_stages(job.model.layers, titan_stages(job.model.layers, stages)) == stages
-    usual = titan_usual(c)
+    cut = torchtitan_stages(job.model.layers, torchtitan_stages(job.model.layers, stages)) == stages
+    usual = torchtitan_default_stages(c)
     return np.asarray((c.pp == 1) | (((c.virtual_stages == usual) | cut) & ((usual == 1) | (c.virtual_stages > 1))))
 
 
-_TOGETHER: dict[str, tuple[Rule, ...]] = {
+_COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
     OWN: (
-        Rule(("tp",), lambda job, c: np.asarray(job.model.vocab % c.tp == 0), _whole_vocabulary),
-        Rule(("data_parallel", "pp", "schedule", "ep"), _ddp_sees_all, _ddp_sentence),
+        Rule(("tp",), lambda job, c: np.asarray(job.model.vocab % c.tp == 0), _vocabulary_sentence),
+        Rule(("data_parallel", "pp", "schedule", "ep"), _ddp_supported, _ddp_sentence),
         Rule(
             ("offload", "zero_shards", "dp", "cp"),
             lambda job, c: np.asarray(~c.is_("offload", "parameters") | (c.shards > 1)),
             lambda job, x: "layout.offload = parameters keeps shards on the host, and one rank has none: try offload=optimizer",
         ),
-        Rule(("cp", "context_parallel"), _window_kept, _window_sentence),
+        Rule(("cp", "context_parallel"), _keeps_sliding_window, _sliding_window_sentence),
         Rule(("ep", "dp", "cp"), lambda job, c: np.asarray(c.data_ranks % c.ep == 0), _experts_sentence),
         Rule(
             ("ep", "zero", "zero_shards"),
@@ -193,10 +199,10 @@ _TOGETHER: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             ("schedule", "virtual_stages", "pp"),
-            _titan_cuts,
+            _torchtitan_splits_layers,
             lambda job, x: (
                 f"layout.virtual_stages is {x.virtual_stages} with {x.schedule} but torchtitan cannot cut {job.model.layers} "
-                f"layers so: try {int(titan_usual(LayoutColumns.of([x]))[0])}"
+                f"layers so: try {int(torchtitan_default_stages(LayoutColumns.of([x]))[0])}"
             ),
         ),
     ),

@@ -123,7 +123,7 @@ def constants() -> HostConstants:
 # ------------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def per_compiled_block(job: Job, columns: LayoutColumns, quantity: Literal["elementwise", "launch"]) -> Array:
+def relative_to_compiled(job: Job, columns: LayoutColumns, quantity: Literal["elementwise", "launch"]) -> Array:
     """Bytes or launches relative to a compiled block: the engine's own, or of plain blocks where ours compiles none."""
     own: float = getattr(job.framework, quantity)
     if not job.framework.fused_blocks:
@@ -135,7 +135,7 @@ def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe:
     """Host time to launch one layer's forward in any engine; backward takes twice as long."""
     compiled, routing = constants().compiled_layer, getattr(constants().routing, job.framework.routing)
     kernels = np.full(len(columns), float(compiled.kernels)) + (compiled.routing if moe else 0)
-    launch_s = machine.launch_s * per_compiled_block(job, columns, "launch")
+    launch_s = machine.launch_s * relative_to_compiled(job, columns, "launch")
     if not moe or job.model.moe is None:
         return np.asarray(launch_s * kernels)
     per_expert = routing.kernels_per_expert * (2 if job.precision == "fp8" else 1)
@@ -173,7 +173,7 @@ def weights_of(model: Model) -> int:
 def dense_layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[Array, Array]:
     """Host time to launch one dense layer of our engine, forward and backward."""
     queue, plain = constants().launch_queue, eager(job, columns)
-    operators = constants().compiled_layer.kernels * per_compiled_block(job, columns, "launch")
+    operators = constants().compiled_layer.kernels * relative_to_compiled(job, columns, "launch")
     biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
     again = np.where(columns.is_("recompute", "full"), queue.layer.again, 0)
     each = machine.launch_s * job.framework.launch

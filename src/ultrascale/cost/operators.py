@@ -235,7 +235,7 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     matmuls = layer_matmuls(job, columns, moe)
     matmul = matmul_passes(machine, engine_matmuls(job, columns, matmuls))
     scores = kernels.attention_passes(job, columns, machine)
-    elementwise = host.per_compiled_block(job, columns, "elementwise")
+    elementwise = host.relative_to_compiled(job, columns, "elementwise")
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * elementwise
     forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * elementwise + moved
     biases = separate_biases(job, columns, machine, moe)

@@ -1,4 +1,4 @@
-"""DeepSpeed: ds_config.json. Model, pipeline and experts are Python there; tensor and sequence cuts alone are s.
+"""DeepSpeed: ds_config.json. Model, pipeline and experts are Python there; only tensor and sequence parallelism are settings.
 
 JSON has no comments. DeepSpeed passes over top-level keys it does not know, so what it cannot say stands under `ultrascale`.
 """
@@ -30,7 +30,7 @@ _HOST = {"device": "cpu", "pin_memory": True}
 
 
 def _batch(s: SettingsReader) -> Fields:
-    """Data ranks, micro-batch and accumulation: DeepSpeed takes any two of its three s, and the GPUs give the last."""
+    """Data ranks, micro-batch and accumulation: DeepSpeed takes any two of its three settings, and the GPUs give the last."""
     where = s.where
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if s.value(key) == "auto":

@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost.engines import has_effect
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
@@ -173,18 +175,8 @@ def _cluster_words(cluster: Cluster) -> str | dict[str, Any]:
 
 def unused_fields(layout: Layout) -> set[str]:
     """Fields that have no effect in this layout."""
-    names: set[str] = set()
-    if layout.tp == 1:
-        names.add("layout.sequence_parallel")
-    if layout.cp == 1:
-        names.add("layout.context_parallel")
-    if (layout.zero and layout.shards > 1) or layout.data_ranks == 1:
-        names.add("layout.data_parallel")
-    if layout.data_ranks == 1:
-        names |= {"layout.zero", "layout.zero_shards", "layout.keep_gathered"}
-    if layout.zero_shards == layout.data_ranks:
-        names.add("layout.zero_shards")
-    return names
+    row = LayoutColumns.of([layout])
+    return {f"layout.{name}" for name in Layout.model_fields if not has_effect(name, row)[0]}
 
 
 def missing_fields(wanted: Fields, found: Fields) -> Fields:

@@ -21,8 +21,8 @@ _LINE = re.compile(rf"[#\s]*{KEPT}: ([\w.]+) = (.*)")
 _WORD = re.compile(r"[A-Za-z0-9][\w.+\-]*(?: [\w\-]+)?")
 _MARK = "ultrascale"
 _NOTHING = object()
-_FACTS = ("job.cluster", "model.name", "model.source")
-_DERIVED = ("job.framework", "job.total_tokens", "job.batch_tokens")  # they follow from the engine and its settings
+KEPT_FIELDS = ("job.cluster", "model.name", "model.source")
+DERIVED_FIELDS = ("job.framework", "job.total_tokens", "job.batch_tokens")  # they follow from the engine and its settings
 
 
 def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str, program: Sequence[str]) -> list[str]:
@@ -30,12 +30,12 @@ def lines(missing: Fields, layout: Layout, why: Mapping[str, str], title: str, p
 
     `program`: fields that no setting of the engine gives, since the user's program does.
     """
-    inert = fields.unused_fields(layout)
+    unused = fields.unused_fields(layout)
     changes, facts = [], []
     for name, value in missing.items():
-        if name in _FACTS or name in program:
+        if name in KEPT_FIELDS or name in program:
             facts.append(f"{KEPT}: {name} = {_written(value)}")
-        elif name not in inert and name not in _DERIVED:
+        elif name not in unused and name not in DERIVED_FIELDS:
             general = "model.*" if name.startswith("model.") else name
             reason = why.get(name) or why.get(general, f"{title} has no such setting")
             changes.append(f"{NOT_EXPRESSIBLE}: {name} = {_written(value)} ({reason})")
@@ -54,7 +54,7 @@ def parse(text: str, program: Sequence[str]) -> Fields:
     for line in text.splitlines():
         if match := _LINE.match(line):
             given[match[1]] = _value(match[1], match[2])
-    return {name: value for name, value in fields.check_header(given).items() if name in _FACTS or name in program}
+    return {name: value for name, value in fields.check_header(given).items() if name in KEPT_FIELDS or name in program}
 
 
 def _written(value: Any) -> str:

@@ -69,10 +69,10 @@ class ImportedPlan:
 
 def plan_from(path: Path, given: Given | None = None) -> ImportedPlan:
     text = text_of(path)
-    return plan_of_text(engine_of(path, text), text, path.name, given or Given())
+    return plan_from_text(engine_of(path, text), text, path.name, given or Given())
 
 
-def plan_of_text(engine: EngineFormat, text: str, where: str, given: Given) -> ImportedPlan:
+def plan_from_text(engine: EngineFormat, text: str, where: str, given: Given) -> ImportedPlan:
     """What the engine does with the settings of a file; `where` is its name."""
     settings = engine.parse(text, where)
     extra = header.parse(_header_text(settings, text), engine.program)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ultrascale.export import accelerate, deepspeed, launchers, megatron, nanotron, torchtitan, write
-from ultrascale.export.check import ReadBack, read_back
+from ultrascale.export.check import ExportCheck, check_export
 from ultrascale.export.common import EngineFormat, File, name_of, quoted
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import to_yaml
@@ -44,11 +44,11 @@ class EngineExport:
     files: list[File]
     comments: list[str]
     next_command: str
-    runs: list[ReadBack]
+    checks: list[ExportCheck]
 
     @property
     def same(self) -> bool:
-        return all(one.same for one in self.runs)
+        return all(one.same for one in self.checks)
 
 
 def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> EngineExport:
@@ -58,14 +58,14 @@ def engine_files(plan: Plan, to: str, style: str | None, folder: str) -> EngineE
     exports = [one for one in exports if one.same] or exports
     files = [file for one in exports for file in one.files]
     comments = dict.fromkeys(line for one in exports for line in one.comments)
-    return EngineExport(files, list(comments), exports[-1].next_command, [run for one in exports for run in one.runs])
+    return EngineExport(files, list(comments), exports[-1].next_command, [check for one in exports for check in one.checks])
 
 
 def _engine_files(plan: Plan, engine: EngineFormat, folder: str) -> EngineExport:
     files, comments = write.for_engine(engine, plan.job, plan.layout)
     config = next(file for file in files if file.name == engine.config)
     follows = engine.next_command(quoted(folder), plan.job)
-    return EngineExport(list(files), comments, follows, [read_back(plan, engine, config)])
+    return EngineExport(list(files), comments, follows, [check_export(plan, engine, config)])
 
 
 def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple[list[File], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ultrascale.cost.engines import titan_stages
+from ultrascale.cost.engines import torchtitan_stages
 from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
 from ultrascale.export.common import EngineFormat, torchrun
@@ -128,8 +128,8 @@ def _layers_per_stage(p: PlanFields) -> int | None:
     if layout.virtual_stages == usual or layout.schedule not in _SCHEDULES:
         return None
     stages = layout.pp * layout.virtual_stages
-    each = titan_stages(layers, stages)
-    return each if titan_stages(layers, each) == stages else None
+    each = torchtitan_stages(layers, stages)
+    return each if torchtitan_stages(layers, each) == stages else None
 
 
 def _pipeline(s: SettingsReader) -> Fields:
@@ -144,7 +144,7 @@ def _pipeline(s: SettingsReader) -> Fields:
     schedule, model = names[given.lower()], _read_model(s)
     virtual = 2 if schedule in _LOOPED else 1
     if each and model is not None:
-        virtual = max(1, titan_stages(model.layers, each) // s["layout.pp"])
+        virtual = max(1, torchtitan_stages(model.layers, each) // s["layout.pp"])
     return {"layout.schedule": schedule, "layout.virtual_stages": virtual}
 
 

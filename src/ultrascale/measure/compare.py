@@ -30,10 +30,10 @@ TIMES = {
     "reading data": ("overhead_s", ()),
 }
 # A measurement cannot tell buffers from activations: they are compared together.
-_TOGETHER = ("activations", "buffers")
+_COMBINATION_RULES = ("activations", "buffers")
 OWNER_TERMS = {
-    **{owner: (owner,) for owner in MEASURED_OWNERS if owner not in _TOGETHER},
-    ", ".join(_TOGETHER): _TOGETHER,
+    **{owner: (owner,) for owner in MEASURED_OWNERS if owner not in _COMBINATION_RULES},
+    ", ".join(_COMBINATION_RULES): _COMBINATION_RULES,
 }
 HEAD, SHORT_ROW = 128, 2048  # head size of the attention tables; shorter sequences fill a GPU less
 SLOW_LAUNCH_S = 2e-5  # of a kernel: above this, the step is host-bound

@@ -18,9 +18,9 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
 MOST_GPUS = 2**17
-IDEAL = "playbook"  # the engine that runs every legal layout
+IDEALISED = "playbook"  # the engine that runs every legal layout
 MIN_FIT = 0.9  # the least probability to fit of a layout that is recommended
-TRIED = 8  # layouts of a change: those that fit by closed forms may be just over the edge
+LAYOUTS_PER_CHANGE = 8  # layouts of a change: those that fit by closed forms may be just over the edge
 NEARBY = 0.10  # a batch this much larger or smaller is worth a word
 
 
@@ -119,15 +119,15 @@ def smaller_clusters(job: Job) -> list[Job]:
     return jobs
 
 
-def runnable(job: Job) -> tuple[Job, list[str]]:
-    """The job, for the idealised engine where ours cannot run it, and what was changed in words; others must run theirs."""
+def runnable_job(job: Job) -> tuple[Job, list[str]]:
+    """The job, for the idealised engine where ours cannot run it, with a note that says so. Another engine must run the job."""
     sentence = engines.job_problem(job)
     if sentence is None:
         return job, []
     if job.framework.engine != OWN:
         raise SpecError(f"{sentence}, or another --framework")
-    note = f"`ultrascale train` does not run this job ({sentence}): the plan is for the idealised engine `{IDEAL}`"
-    return job.changed(framework=Framework.load(IDEAL)), [f"{note}; --framework megatron-core or another names an engine"]
+    note = f"`ultrascale train` cannot run this job: {sentence}. The plan is for an idealised engine (`{IDEALISED}`)"
+    return job.changed(framework=Framework.load(IDEALISED)), [f"{note}; to plan for an existing one: --framework megatron-core"]
 
 
 Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]
@@ -143,8 +143,8 @@ def no_fit(job: Job, constraints: LayoutConstraints, peak_bytes: float, layout: 
 def _first_that_fits(alternatives: Alternatives) -> Change | None:
     for text, job, constraints in alternatives:
         limit_gib = memory_limit_gib(job, MIN_FIT, 0.0)
-        fastest = rank(job, constraints, "throughput", TRIED, limit_gib * GIB).rows
-        for layout in map(fastest.layout, range(min(TRIED, len(fastest)))):
+        fastest = rank(job, constraints, "throughput", LAYOUTS_PER_CHANGE, limit_gib * GIB).rows
+        for layout in map(fastest.layout, range(min(LAYOUTS_PER_CHANGE, len(fastest)))):
             predicted = estimate(job, layout)
             if predicted.peak_gib <= limit_gib:
                 speed = f"{predicted.peak_gib:,.1f} GiB, {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU with {layout}"

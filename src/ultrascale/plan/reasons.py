@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import DraftEstimate, drafts
-from ultrascale.cost.legality import problem
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal

@@ -73,7 +73,7 @@ def plan(
     started = time.perf_counter()
     constraints = LayoutConstraints.parse(fix, forbid)
     say = progress or (lambda _: None)
-    job, notes = advice.runnable(job)
+    job, notes = advice.runnable_job(job)
     job, more = advice.reachable_batch(job, constraints)
     notes += more
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import problem
 from ultrascale.plan.reasons import with_batch
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.estimate import OWNERS, Estimate
@@ -59,8 +59,8 @@ def what_if(plan: Plan, change: str) -> WhatIf:
         dp = layout_fields.get("dp", plan.layout.dp)
         sentence = f"{job.cluster.gpus} GPUs and {job.sequences} sequences cannot be cut so (dp={dp})"
         return WhatIf(change, job, None, None, sentence)
-    illegal = problem(job, layout)
-    return WhatIf(change, job, layout, None if illegal else estimate(job, layout), illegal)
+    refusal = problem(job, layout)
+    return WhatIf(change, job, layout, None if refusal else estimate(job, layout), refusal)
 
 
 def _job_value(name: str, text: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ultrascale.export.check import LostSetting, ReadBack
+from ultrascale.export.check import ChangedField, ExportCheck
 from ultrascale.export.header import NOT_EXPRESSIBLE
 from ultrascale.export.read import ImportedPlan
 from ultrascale.export.targets import EngineExport
@@ -18,62 +18,64 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 
 
-def show_exported(console: Console, plan: Plan, made: EngineExport, written: list[Path]) -> None:
-    for run in made.runs:
-        _show_read_back(console, plan, run)
+def show_exported(console: Console, plan: Plan, exported: EngineExport, written: list[Path]) -> None:
+    for check in exported.checks:
+        _show_check(console, plan, check)
     for file in written:
         console.print(f"Wrote {file}", soft_wrap=True)
-    lost = [line.removeprefix(f"{NOT_EXPRESSIBLE}: ") for line in made.comments if line.startswith(NOT_EXPRESSIBLE)]
+    lost = [line.removeprefix(f"{NOT_EXPRESSIBLE}: ") for line in exported.comments if line.startswith(NOT_EXPRESSIBLE)]
     if lost and written:
         heading(console, "Not expressible there (also in the file)")
         bullets(console, lost)
     if written:
-        console.print(f"Next: {made.next_command}", soft_wrap=True)
+        console.print(f"Next: {exported.next_command}", soft_wrap=True)
     else:
-        own = made.runs[0].engine.framework
+        own = exported.checks[0].engine.framework
         console.print(f"Nothing was written: plan with --framework {own}, or write it with --allow-different")
 
 
-def _show_read_back(console: Console, plan: Plan, run: ReadBack) -> None:
+def _show_check(console: Console, plan: Plan, check: ExportCheck) -> None:
     """What the engine does with the file, beside the plan in that engine."""
-    planned, engine = run.planned, run.engine
+    planned, engine = check.planned, check.engine
     if plan.job.framework.engine != Framework.load(engine.framework).engine:
         note = f"the plan is for {plan.job.framework.name}; {engine.title} is counted as {engine.framework}"
         labelled(console, "note:", "yellow", note)
-    if run.runs is None:
+    if check.actual is None:
         labelled(console, "differs:", "red", f"{engine.title} cannot run the file")
     else:
-        there = f"{engine.title} runs it in {seconds(run.runs.step_time_s)} per step, {run.runs.peak_gib:,.1f} GiB per GPU"
+        there = (
+            f"{engine.title} runs it in {seconds(check.actual.step_time_s)} per step, {check.actual.peak_gib:,.1f} GiB per GPU"
+        )
         here = f"planned {seconds(planned.step_time_s)}, {planned.peak_gib:,.1f} GiB"
-        verdict = ("as planned:", "green") if run.same else ("differs:", "red")
+        verdict = ("as planned:", "green") if check.same else ("differs:", "red")
         labelled(console, *verdict, f"{there} ({here})")
-        if not run.runs.fits:
-            labelled(console, "does not fit:", "red", f"there are {run.runs.capacity_gib:,.1f} GiB")
-    if not run.same:
-        shape = [one for one in run.differences if one.field.startswith("model.")]
-        bullets(console, [_cost(one) for one in run.differences if one not in shape])
+        if not check.actual.fits:
+            labelled(console, "does not fit:", "red", f"there are {check.actual.capacity_gib:,.1f} GiB")
+    if not check.same:
+        shape = [one for one in check.differences if one.field.startswith("model.")]
+        bullets(console, [_cost(one) for one in check.differences if one not in shape])
         if shape:
             names = dict.fromkeys(one.field.split(".")[1] for one in shape)
             bullets(console, [f"model: other {', '.join(names)} ({shape[0].why})"])
 
 
-def _cost(one: LostSetting) -> str:
+def _cost(one: ChangedField) -> str:
     cost = "" if one.step_time is None or one.peak_gib is None else f" costs {one.step_time:+.1%} time, {one.peak_gib:+.1f} GiB"
-    return f"{one.field}: {one.runs} instead of {one.planned}{cost} ({one.why})"
+    return f"{one.field}: {one.actual} instead of {one.planned}{cost} ({one.why})"
 
 
-def exported_json(made: EngineExport, written: list[Path]) -> dict[str, Any]:
-    runs = [
+def exported_json(exported: EngineExport, written: list[Path]) -> dict[str, Any]:
+    checks = [
         {
-            "engine": run.engine.title,
-            "same": run.same,
-            "planned": picked(run.planned, "step_time_s", "peak_gib"),
-            "runs": run.runs and picked(run.runs, "step_time_s", "peak_gib"),
-            "differences": run.differences,
+            "engine": check.engine.title,
+            "same": check.same,
+            "planned": picked(check.planned, "step_time_s", "peak_gib"),
+            "actual": check.actual and picked(check.actual, "step_time_s", "peak_gib"),
+            "differences": check.differences,
         }
-        for run in made.runs
+        for check in exported.checks
     ]
-    return {"written": written, "header": made.comments, "next": made.next_command, "runs": runs}
+    return {"written": written, "header": exported.comments, "next": exported.next_command, "checks": checks}
 
 
 def show_imported(console: Console, found: ImportedPlan) -> None:

@@ -340,7 +340,12 @@ class Planner:
                 if to in targets.LAUNCHERS:
                     files, _ = targets.launcher_files(self.plan, to, None, to)
                 else:
-                    files = targets.engine_files(self.plan, to, None, to).files
+                    exported = targets.engine_files(self.plan, to, None, to)
+                    if not exported.same:
+                        engine, changed = exported.checks[0].engine, exported.checks[0].differences
+                        fields = ", ".join(one.field for one in changed)
+                        raise SpecError(f"{engine.title} would run another {fields}: plan for the engine {engine.framework}")
+                    files = exported.files
                 ui.download.content(_zipped(files), f"{to}.zip")
 
     async def save_report(self) -> None:
