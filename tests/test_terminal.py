@@ -5,18 +5,28 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from rich.table import Table
 
+from builders import make_job
+from ultrascale.measure.accuracy.runs import read
+from ultrascale.measure.accuracy.scores import ScoredRun, score
+from ultrascale.plan import plan
+from ultrascale.plan.what_if import largest, what_if
+from ultrascale.show import accuracy, explain, lines, presets
 from ultrascale.show.lines import PlainConsole, bullets, labelled
+from ultrascale.show.plan import show_result
 from ultrascale.specs.folders import folder_name
 from ultrascale.specs.printable import printable
 
 Run = Callable[..., tuple[int, str, str]]
+PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "published.csv"
 
 ATTACK = "a\x1b[2J\x1b]0;owned\x07\x9b31m\x7f\r\x08[bold red]b[/]:boom:\u202e"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -85,3 +95,85 @@ def test_a_folder_name_is_sanitized() -> None:
     assert folder_name("meta/../../Llama 3\x1b[2J") == "meta-..-..-Llama-3--2J"
     assert folder_name("..") == "model"
     assert len(folder_name("x" * 1000)) == 100
+
+
+# ------------------------------------------------------------------------------------------------------------------ widths
+
+
+class RecordingConsole(PlainConsole):
+    """A console of some width that keeps every table it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+        self.file = io.StringIO()
+        self.tables: list[tuple[Table, str]] = []
+
+    @property
+    def is_terminal(self) -> bool:
+        return True
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        before = len(self.file.getvalue())  # type: ignore[attr-defined]
+        super().print(*objects, **options)
+        printed = re.sub(r"\x1b\[[0-9;]*m", "", self.file.getvalue()[before:])  # type: ignore[attr-defined]
+        self.tables += [(one, printed) for one in objects if isinstance(one, Table)]
+
+
+def words_of(grid: Table) -> Iterator[str]:
+    """Of cells and headings; where cells are lines of their own, the first column needs no heading."""
+    for number, column in enumerate(grid.columns):
+        for cell in (column.header if number else "", *column.cells):
+            yield from str(cell).split()
+
+
+@pytest.fixture(scope="module")
+def outputs() -> dict[str, Callable[[Console], object]]:
+    """The widest output of each verb of planning: experts, deep pipelines, long names."""
+    dense = plan(make_job("llama-3-70b", "64xh100", seq=8192, batch=512, framework="megatron-core"))
+    experts = plan(make_job("qwen3-30b-a3b", "32xh100", seq=4096, batch=1024, framework="megatron-core"))
+    nothing = plan(make_job("llama-3-8b", "1xrtx4090", seq=4096, batch=32))
+    best = dense.plans[0]
+    changes = [what_if(best, text) for text in ("zero=3", "gpus=128")]
+    rows = accuracy_rows()
+    return {
+        "plan": lambda console: show_result(console, dense),
+        "plan, experts": lambda console: show_result(console, experts, all_reasons=True),
+        "plan, nothing fits": lambda console: show_result(console, nothing),
+        "explain": lambda console: explain.show_plan(console, best),
+        "explain, experts": lambda console: explain.show_plan(console, experts.plans[0]),
+        "cheat-sheet": lambda console: explain.show_cheatsheet(console, best),
+        "what-if": lambda console: explain.show_what_if(console, best, changes),
+        "largest": lambda console: explain.show_largest(console, best, largest(best, "mbs")),
+        "presets": lambda console: presets.show_presets(console, None),
+        "a preset": lambda console: presets.show_presets(console, "h100"),
+        "a row": lambda console: accuracy.show_row(console, rows[0]),
+        "accuracy": lambda console: accuracy.show(console, rows, rows, "source", 5),
+    }
+
+
+def accuracy_rows() -> list[ScoredRun]:
+    runs, _ = read(PUBLISHED)
+    return score(runs[:12])
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_no_table_splits_a_word_or_is_wider_than_the_terminal(
+    outputs: dict[str, Callable[[Console], object]], width: int
+) -> None:
+    for name, output in outputs.items():
+        console = RecordingConsole(width)
+        output(console)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+        assert max(map(len, text.splitlines())) <= width, name
+        for grid, printed in console.tables:
+            lost = [word for word in words_of(grid) if word not in printed]
+            assert not lost, (name, width, grid.title, lost)
+
+
+def test_tables_in_a_pipe_have_no_lines() -> None:
+    console = PlainConsole(width=100)
+    console.file = io.StringIO()
+    grid = lines.table("A title", "name", "GiB")
+    grid.add_row("h100", "79.1")
+    console.print(grid)
+    assert console.file.getvalue().split() == ["A", "title", "name", "GiB", "h100", "79.1"]

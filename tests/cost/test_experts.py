@@ -52,17 +52,19 @@ def test_micro_batch_overlap_keeps_a_second_layer_live() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "ep", "passes"),
+    ("dispatcher", "ep", "passes"),
     [
-        ("all-to-all", 8, 4),  # to the ranks, by expert; and both back
-        ("all-to-all", 1, 2),
-        ("all-to-all", 128, 2),  # one expert a rank: what comes is all its own
-        ("node-wise", 8, 2),
+        ("alltoall", 8, 4),  # to the ranks, by expert; and both back
+        ("alltoall", 1, 2),
+        ("alltoall", 128, 2),  # one expert a rank: what comes is all its own
+        ("deepep", 8, 2),
+        ("hybridep", 8, 2),
+        ("allgather", 8, 2),
     ],
 )
-def test_tokens_sorted_by_rank_are_permuted_again_in_both_passes(dispatch: str, ep: int, passes: int) -> None:
-    of = megatron_job(dispatch=dispatch)
-    columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep)])
+def test_tokens_sorted_by_rank_are_permuted_again_in_both_passes(dispatcher: str, ep: int, passes: int) -> None:
+    of = megatron_job()
+    columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep).changed(dispatcher=dispatcher)])
     routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
     moved = operators.permuted_bytes(of, columns, moe=True)[0]
     assert moved == pytest.approx(passes * 2 * routed * 2 * SEQ * 2048)  # read and written, two bytes each

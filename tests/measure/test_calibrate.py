@@ -297,8 +297,20 @@ def test_process_counts_of_a_cpu_are_separate_machines() -> None:
     slow = one.job.cluster.model_copy(update={"efficiency": Efficiency(synchronous=True)})
     alone = replace(one, job=one.job.changed(cluster=slow))
     two = replace(alone, name="two", layout=Layout(dp=2))
-    with pytest.raises(SpecError, match="had 1 processes and two 2"):
-        _one_machine([alone, two])
+    said: list[str] = []
+    assert _one_machine([alone, two, replace(two, name="three")], said.append) == [two, replace(two, name="three")]
+    assert said[0].startswith("1 of the 3 runs are left out: they had 1 processes, not 2")
+
+
+def test_unfinished_runs_among_several_are_left_out(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.yaml").write_text("")
+    said: list[str] = []
+    with pytest.raises(SpecError, match="no runs to calibrate with"):
+        load([tmp_path / "first", tmp_path / "second"], said.append)
+    assert len(said) == 2
+    assert "first is left out: it has no measurement.json" in said[0]
 
 
 def test_a_table_of_own_runs(tmp_path: Path) -> None:

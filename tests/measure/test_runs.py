@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from row_builders import FULL, PUBLISHED, row, run, write
 
-from ultrascale.measure.accuracy.fields import framework_of, gpu_kind
+from ultrascale.measure.accuracy.fields import dispatcher_of, framework_of, gpu_kind
 from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
 from ultrascale.measure.accuracy.scores import score
 from ultrascale.specs.errors import SpecError
@@ -491,12 +491,6 @@ def test_an_unknown_engine_is_assumed_from_compile_and_noted(system: str, compil
         ({"system": "Megatron-LM (2022)", "attention_impl": "unfused (softmax fused)"}, "attention", "plain-fused"),
         ({"system": "Megatron-LM (2022)", "attention_impl": "flash-attn"}, "attention", "flash-2"),
         ({"system": "Megatron-Core", "attention_impl": "flash-attn 1"}, "attention", "flash-1"),
-        ({"system": "Megatron-Core"}, "dispatch", "all-to-all"),
-        ({"system": "Megatron-Core", "dispatch": "node-wise"}, "dispatch", "node-wise"),
-        ({"system": "Megatron-Bridge 25.11", "ep": "8"}, "dispatch", "all-to-all"),
-        ({"system": "Megatron-Bridge 26.04.01", "ep": "8"}, "dispatch", "node-wise"),
-        ({"system": "Megatron-Bridge 2026-07", "ep": "8"}, "dispatch", "node-wise"),
-        ({"system": "Megatron-Bridge 26.02", "ep": "8", "dispatch": "all-to-all"}, "dispatch", "all-to-all"),
         ({"system": "Megatron-Core", "loss": "fused"}, "loss", "fused"),
         ({"system": "Megatron-Bridge 26.02"}, "loss", "overwritten"),
         ({"system": "Megatron-Bridge 26.02", "recompute": "selective (mla_up_proj)"}, "selective", "latents"),
@@ -515,10 +509,25 @@ def test_engine_columns_become_engine_fields(cells: dict[str, str], field: str, 
     assert getattr(framework_of(cells, []), field) == value
 
 
+@pytest.mark.parametrize(
+    ("cells", "dispatcher"),
+    [
+        ({"system": "Megatron-Core"}, "alltoall"),
+        ({"system": "Megatron-Core", "dispatcher": "deepep"}, "deepep"),
+        ({"system": "Megatron-Bridge 25.11", "ep": "8"}, "alltoall"),
+        ({"system": "Megatron-Bridge 26.04.01", "ep": "8"}, "hybridep"),
+        ({"system": "Megatron-Bridge 2026-07", "ep": "8"}, "hybridep"),
+        ({"system": "Megatron-Bridge 26.02", "ep": "8", "dispatcher": "alltoall"}, "alltoall"),
+    ],
+)
+def test_the_dispatcher_is_the_rows_or_that_of_the_release(cells: dict[str, str], dispatcher: str) -> None:
+    assert dispatcher_of(cells, []) == dispatcher
+
+
 def test_an_unknown_value_in_a_column_is_the_rows_reason() -> None:
-    one = run(dispatch="by pigeon")
+    one = run(dispatcher="by pigeon")
     assert one.reason is not None
-    assert "dispatch" in one.reason
+    assert "layout.dispatcher" in one.reason
 
 
 def test_network_sharding_and_gradients_come_from_the_row() -> None:

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, str, int, Layout]] = {
     "tensor": ("llama-3-8b", "8xh100", 4096, Layout(tp=8, gas=4)),
     "selective": ("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, mbs=2, gas=2, recompute="selective")),
     "experts": ("qwen3-30b-a3b", "32xh100", 4096, Layout(dp=32, ep=32, zero=1, gas=4)),
+    "shared experts": ("deepseek-v2-lite", "16xh100", 4096, Layout(dp=16, ep=16, zero=1, gas=4)),
     "few tokens an expert": ("qwen3-30b-a3b", "32xh100", 512, Layout(dp=32, ep=8, zero=1, gas=4)),
 }
 
@@ -142,7 +143,7 @@ def test_every_engine_runs_every_kind_of_job_no_faster_than_a_third_of_ours(name
         ("tensor", {"transformer_engine": True}, {"transformer_engine": False}),
         ("experts", {"expert_overlap": "microbatches"}, {"expert_overlap": "weight-gradients"}),
         ("experts", {"expert_overlap": "weight-gradients"}, {"expert_overlap": "none"}),
-        ("experts", {"dispatch": "node-wise"}, {"dispatch": "all-to-all"}),
+        ("shared experts", {"shared_expert_overlap": True}, {"shared_expert_overlap": False}),
         ("few tokens an expert", {"routing": "grouped"}, {"routing": "capacity"}),
         ("few tokens an expert", {"routing": "capacity"}, {"routing": "graphed"}),
         ("few tokens an expert", {"routing": "graphed"}, {"routing": "dropless"}),
@@ -176,7 +177,7 @@ def test_smaller_settings_need_less_memory(case: str, less: dict[str, Any], more
     ("case", "fields"),
     [
         ("one node", {"rails": False}),  # nothing crosses nodes
-        ("one node", {"dispatch": "node-wise"}),
+        ("one node", {"shared_expert_overlap": False}),
         ("one node", {"routing": "dropless"}),
         ("one node", {"expert_overlap": "microbatches"}),
         ("one node", {"transformer_engine": True}),  # bf16, no experts, tp = 1
@@ -256,10 +257,10 @@ def test_no_expert_job_is_slower_node_wise_or_faster_ungrouped(seq: int, ep: int
         framework=Framework.load("playbook"),
     )
 
-    def step_s(**fields: Any) -> float:
-        return estimate(job.changed(framework=Framework(**fields)), layout).step_time_s
+    def step_s(dispatcher: str = "alltoall", **fields: Any) -> float:
+        return estimate(job.changed(framework=Framework(**fields)), layout.changed(dispatcher=dispatcher)).step_time_s
 
-    assert step_s(dispatch="node-wise") <= step_s(dispatch="all-to-all") * (1 + 1e-12)
+    assert step_s("deepep") == step_s("hybridep") <= step_s("alltoall") * (1 + 1e-12)
     assert step_s(routing="dropless") >= step_s(routing="grouped") * (1 - 1e-12)
 
 

@@ -21,6 +21,17 @@ app = typer.Typer(
 )
 
 
+ForceOption = Annotated[bool, typer.Option("--force", help="On CPUs: more processes than this machine has cores.")]
+
+
+def check_cores(nproc: int | None, gpus: int, force: bool) -> None:
+    """Refuses processes that would share a core, whose times say nothing about a machine."""
+    from ultrascale.launch.machine import cores
+
+    if nproc is not None and not gpus and nproc > cores() and not force:
+        raise SpecError(f"--nproc is {nproc} but this machine has {cores()} cores: try {cores()}, or add --force")
+
+
 @app.command()
 def layouts(
     plan: PlanArgument,
@@ -39,6 +50,7 @@ def layouts(
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", help="Processes. Default: as many as the plan has GPUs.", min=1, max=1024)
     ] = None,
+    force: ForceOption = False,
     steps: Annotated[int, typer.Option("--steps", help="Steps of a trial; the first two warm up.", min=3, max=2**20)] = 10,
     timeout: Annotated[str, typer.Option("--timeout", help="A trial that takes longer has failed.")] = "10m",
     storage: Annotated[
@@ -76,6 +88,7 @@ def layouts(
     budget_s = None if budget is None else measure.duration(budget, "--budget")
     limit_s = measure.duration(timeout, "--timeout")
     names, loaded = machine.gpu_names(), Plan.load(plan)
+    check_cores(nproc, len(names), force)
     base = measure.base_request(loaded, nproc, steps, len(names))
     measure.import_optuna()
     from ultrascale.measure.bench_layouts_study import Study, lock_file, study_name
@@ -185,6 +198,7 @@ def ladders(
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", help="Processes. Default: one per GPU, or 2 on a CPU.", min=1, max=1024)
     ] = None,
+    force: ForceOption = False,
     steps: Annotated[int, typer.Option("--steps", help="Measured steps, after two warm-up steps.", min=1, max=2**20)] = 8,
     json_file: JsonFileOption = None,
 ) -> None:
@@ -206,6 +220,7 @@ def ladders(
     from ultrascale.train import import_torch
 
     names, gpus = select(only, measure.LADDERS, "ladder"), len(machine.gpu_names())
+    check_cores(nproc, gpus, force)
     usual = ("llama-3.2-1b", "4096", 8, gpus) if gpus else ("tiny", "128", 2, 2)
     world = nproc or usual[3]
     if gpus and world > gpus:
@@ -235,6 +250,7 @@ def collectives(
         int | None,
         typer.Option("--nproc", "-n", help="Processes. Default: one per GPU, or 2 on a CPU; under torchrun its own.", min=2),
     ] = None,
+    force: ForceOption = False,
     sizes: Annotated[str, typer.Option("--sizes", help="Bytes: [cyan]1k..64M[/] in fours, or [cyan]4k,1M[/].")] = "1k..64M",
     groups: Annotated[
         str | None, typer.Option("--groups", help="Group sizes: [cyan]2,4[/]. Default: powers of two, and all.")
@@ -257,6 +273,7 @@ def collectives(
     from ultrascale.show import bench as show
 
     mine, gpus = (rank_info_from_env() if nproc is None else None), len(machine.gpu_names())
+    check_cores(nproc, gpus, force)
     world = mine.world if mine else nproc or gpus or 2
     if world == 1 or (mine is None and gpus == 1):
         alone = "this machine shows one GPU" if gpus else "there is one process"
@@ -280,6 +297,7 @@ def hardware(
     nproc: Annotated[
         int, typer.Option("--nproc", "-n", help="Processes that will train: one per GPU, or so many on a CPU.", min=1, max=1024)
     ] = 1,
+    force: ForceOption = False,
     json_file: JsonFileOption = None,
 ) -> None:
     """Measure this machine's rates in a training step, and write them as a cluster to plan with.
@@ -296,6 +314,7 @@ def hardware(
     from ultrascale.show.bench import show_hardware
     from ultrascale.train import import_torch
 
+    check_cores(nproc, int(launcher.has_gpu()), force)
     with progress() as say:
         say("measuring this machine, some ten seconds")
         import_torch()

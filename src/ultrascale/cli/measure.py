@@ -21,6 +21,7 @@ from ultrascale.cli.common import (
     announce,
     app,
     detect_machine,
+    echo,
     print_json,
     progress,
     terminal,
@@ -80,7 +81,7 @@ def calibrate(
     from ultrascale.show.calibrate import calibrate_json, show_calibration
 
     with progress() as say:
-        found = calibrated(load(runs), say)
+        found = calibrated(load(runs, lambda line: echo(f"note: {line}", err=True)), say)
     written = out if found.improved else None
     if written is not None:
         found.cluster.save(written)

@@ -81,6 +81,9 @@ def plan(
     total_tokens: Annotated[
         str | None, typer.Option("--total-tokens", help="Tokens of the whole training, for days and cost: [cyan]15T[/].")
     ] = None,
+    all_reasons: Annotated[
+        bool, typer.Option("--all-reasons", help="Every reason for the first layout, not the main ones only.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,7 +115,7 @@ def plan(
         print_json(show.as_json(result))
     else:
         console = terminal()
-        show.show_result(console, result)
+        show.show_result(console, result, all_reasons)
         if output is not None and result.plans:
             console.print(f"Wrote {output}; next: ultrascale explain {output}")
         elif output is not None:
@@ -139,7 +142,8 @@ def explain(
         typer.Option(
             "--what-if",
             help="Compare with a change: [cyan]zero=3[/], [cyan]recompute=selective,mbs=4[/], [cyan]gradients=bf16[/], "
-            "[cyan]offload=optimizer[/], [cyan]zero_shards=8[/] (HSDP), [cyan]keep_gathered=true[/], [cyan]gpus=128[/].",
+            "[cyan]offload=optimizer[/], [cyan]zero_shards=8[/] (HSDP), [cyan]keep_gathered=true[/], [cyan]gpus=128[/], "
+            "[cyan]gpu=h200[/], [cyan]network_gb_s=25[/] (per GPU).",
         ),
     ] = None,
     largest: Annotated[

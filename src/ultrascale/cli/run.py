@@ -283,6 +283,31 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
 
 
 @app.command(rich_help_panel=RUN)
+def runs(
+    folder: Annotated[Path, typer.Argument(help="A folder of runs, or one run.", metavar="FOLDER")] = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """List runs: model, layout, last step and loss, size on the disk, and the checkpoints that can be resumed.
+
+    [dim]ultrascale runs[/]
+    [dim]ultrascale runs runs/first[/]
+    """
+    from ultrascale.measure.run_list import runs_in
+    from ultrascale.show.runs import show_checkpoints, show_runs
+
+    found = runs_in(folder)
+    console = terminal()
+    if as_json:
+        print_json(found)
+    elif not found:
+        console.print(f"There is no run in {folder}: `ultrascale train --out {folder}/first …` writes one")
+    else:
+        show_runs(console, found)
+        if len(found) == 1 and found[0].checkpoints:
+            show_checkpoints(console, found[0])
+
+
+@app.command(rich_help_panel=RUN)
 def convert(
     words: Annotated[
         list[str] | None,

@@ -110,8 +110,16 @@ def strategies(plan: Plan) -> list[Strategy]:
             data_ratio(x.data_ranks, rank_parameters, effective_tokens, peak, data_bw),
         ),
         *(
-            (name, f"zero={x.zero}", gbs, memory, split_batch, communication("zero", pattern), ratio)
-            for name, memory, pattern, ratio in zero
+            (
+                name,
+                "in use" if level == x.zero else "not in use",
+                gbs,
+                memory,
+                split_batch,
+                communication("zero", pattern) if level == x.zero else f"{pattern}: none here",
+                ratio,
+            )
+            for level, (name, memory, pattern, ratio) in enumerate(zero, start=1)
         ),
         (
             "Tensor parallelism",

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.schedules import REGISTRY, SCHEDULES
-from ultrascale.specs.layout import ContextParallel, DataParallel, Layout, Offload, Recompute
+from ultrascale.specs.layout import ContextParallel, DataParallel, Dispatcher, Layout, Offload, Recompute
 
 Array = npt.NDArray[Any]
 AnyTable = TypeVar("AnyTable")
@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "context_parallel": get_args(ContextParallel),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
+    "dispatcher": get_args(Dispatcher),
 }
 
 
@@ -46,6 +47,7 @@ class LayoutColumns:
     gas: Array
     recompute: Array
     offload: Array
+    dispatcher: Array
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutColumns:

@@ -238,14 +238,17 @@ def expert_traffic(work: Workload) -> ExpertTraffic:
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
     rows = compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.transformer_engine)
     all_to_all = transfer(machine, "expert", "all_to_all", rows, work.places.expert)
-    both = ALL_TO_ALLS * all_to_all.time_s
-    if job.framework.dispatch == "node-wise":
-        both = ALL_TO_ALLS * np.minimum(all_to_all.time_s, _node_wise_s(work))
+    gather, scatter = gathered_tokens(work)
+    once_per_node = columns.is_("dispatcher", "deepep") | columns.is_("dispatcher", "hybridep")
+    both = ALL_TO_ALLS * np.where(once_per_node, np.minimum(all_to_all.time_s, _node_wise_s(work)), all_to_all.time_s)
+    both = np.where(columns.is_("dispatcher", "allgather"), gather.time_s + scatter.time_s, both)
     window_forward = window_backward = np.zeros(len(columns))
-    if moe.shared_experts:
+    if moe.shared_experts and job.framework.shared_expert_overlap:
         width = moe.shared_expert_ffn / columns.tp
         shared = matmul_passes(machine, mlp_matmuls(model, "shared expert", columns.tokens(job.seq), width))
-        window_forward, window_backward = shared.forward, shared.input_grad + shared.weight_grad
+        hides = columns.is_("dispatcher", "alltoall") | (not job.framework.transformer_engine)
+        window_forward = np.where(hides, shared.forward, 0.0)
+        window_backward = np.where(hides, shared.input_grad + shared.weight_grad, 0.0)
     if job.framework.expert_overlap == "weight-gradients":
         return _overlapped(work, all_to_all, both, (window_forward, window_backward))
     exposed_share = 1 - (MICROBATCH_OVERLAP if job.framework.expert_overlap == "microbatches" else 0.0)
@@ -254,6 +257,20 @@ def expert_traffic(work: Workload) -> ExpertTraffic:
         exposed_share * exposed(both, window_forward, machine.efficiency),
         exposed_share * exposed(both, window_backward, machine.efficiency),
     )
+
+
+def gathered_tokens(work: Workload) -> tuple[CollectiveTransfer, CollectiveTransfer]:
+    """With the all-gather dispatcher: every rank's tokens on every expert rank, and their outputs summed on the way back."""
+    token_bytes = ep_tokens_bytes(work) * work.columns.ep
+    gather = transfer(work.machine, "expert", "all_gather", token_bytes, work.places.expert)
+    return gather, transfer(work.machine, "expert", "reduce_scatter", token_bytes, work.places.expert)
+
+
+def ep_tokens_bytes(work: Workload) -> Array:
+    """Of the tokens that a rank routes, each once."""
+    job, columns = work.job, work.columns
+    cut = columns.routed_cut(job.framework.transformer_engine)
+    return np.asarray(compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / cut)
 
 
 def local_tokens_first(work: Workload) -> Array:
@@ -303,16 +320,17 @@ def _node_wise_s(work: Workload) -> Array:
     """One all-to-all in which a token crosses to each other domain at most once and is handed on there over the fast link.
 
     Of D domains a token with k choices reaches D·(1 − (1 − 1/D)^k) in the mean; all but its own lie across the network.
+    Where a token may choose from g of G groups of experts, these lie in g·D/G domains, or are g choices of the D.
     """
-    job, columns, machine = work.job, work.columns, work.machine
-    moe = job.model.moe
+    machine, moe = work.machine, work.job.model.moe
     assert moe is not None
     group = work.places.expert
     domains = group.size / group.per_domain
-    domains_reached = domains * (1 - (1 - 1 / domains) ** moe.top_k)
-    token = (
-        compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
-    )
+    finer = domains > moe.groups
+    among = np.where(finer, np.maximum(1.0, domains * moe.top_groups / moe.groups), domains)
+    choices = np.where(finer | (moe.groups == 1), moe.top_k, min(moe.top_k, moe.top_groups))
+    domains_reached = among * (1 - (1 - 1 / among) ** choices)
+    token = ep_tokens_bytes(work)
     across = domains_reached * (domains - 1) / domains * token / machine.inter.bytes_per_s
     inside = moe.top_k * token * (group.per_domain - 1) / group.per_domain / machine.intra("all_to_all").bytes_per_s
     return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)

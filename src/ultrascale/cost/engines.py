@@ -85,6 +85,8 @@ def has_effect(field: str, c: LayoutColumns) -> Array:
         return np.asarray(c.cp > 1)
     if field == "data_parallel":
         return np.asarray(((c.zero == 0) | (c.shards == 1)) & (c.data_ranks > 1))
+    if field == "dispatcher":
+        return np.asarray(c.ep > 1)
     if field == "zero_shards":
         return np.asarray(c.shards < c.data_ranks)
     return np.asarray(c.data_ranks > 1) if field in ("zero", "keep_gathered") else np.ones(len(c), dtype=bool)

@@ -143,14 +143,14 @@ def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
 def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     """Routing reads and writes each routed token twice: permute, then weigh and add.
 
-    What a plain all-to-all brings lies by rank: it is sorted by expert, and back again before it goes home. DeepEP and the like
-    bring a token once and permute on arrival.
+    What a plain all-to-all brings lies by rank: it is sorted by expert, and back again before it goes home. DeepEP, HybridEP
+    and an all-gather bring a token once and permute on arrival.
     """
     if not moe or job.model.moe is None:
         return np.zeros(len(columns))
     rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     tokens = columns.tokens(job.seq) / columns.sequence_cut
-    sorts = (job.framework.dispatch == "all-to-all") & (columns.ep > 1) & (columns.ep < job.model.moe.experts)
+    sorts = columns.is_("dispatcher", "alltoall") & (columns.ep > 1) & (columns.ep < job.model.moe.experts)
     return np.asarray(np.where(sorts, 8, 4) * rows * compute_bytes(job) * tokens * job.model.hidden)
 
 

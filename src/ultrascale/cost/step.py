@@ -36,6 +36,7 @@ DEPENDS_ON = (
     "sequence_parallel",
     "context_parallel",
     "recompute",
+    "dispatcher",
 )
 
 

@@ -212,9 +212,14 @@ def _context(stage: Stage) -> Calls:
 def _expert(stage: Stage) -> Calls:
     moe = stage.job.model.moe
     assert moe is not None
-    all_to_all = communication.expert_traffic(stage.work).all_to_all
     forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
-    yield all_to_all, communication.ALL_TO_ALLS * passes * (forwards + 1)
+    if stage.layout.dispatcher == "allgather":
+        gather, scatter = communication.gathered_tokens(stage.work)
+        yield gather, passes * (forwards + 1)
+        yield scatter, passes * (forwards + 1)
+    else:
+        all_to_all = communication.expert_traffic(stage.work).all_to_all
+        yield all_to_all, communication.ALL_TO_ALLS * passes * (forwards + 1)
     # Each rank tells the others how many rows come.
     counts = np.asarray([COUNT * moe.experts])
     yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), passes * forwards

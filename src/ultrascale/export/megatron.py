@@ -24,6 +24,10 @@ _SCHEDULES = tuple(spec for spec in REGISTRY.values() if spec.runs_in("megatron"
 _CONTEXT = {"p2p": "zigzag", "allgather": "allgather", "a2a": "ulysses", "all_gather": "allgather"}  # p2p: balanced ring
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STATES = {"fp32": "adamw", "bf16": "adamw-bf16", "fp8": "adamw-8bit", "fp16": "adamw-bf16"}
+_DISPATCHERS: dict[str, dict[str, str]] = {
+    **{name: {"--moe-token-dispatcher-type": name} for name in ("alltoall", "allgather")},
+    **{name: {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": name} for name in ("deepep", "hybridep")},
+}
 _ROUTERS = {"softmax": "softmax", "sigmoid": "sigmoid"}
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none"}
 _BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "plain", "local": "plain"}
@@ -170,9 +174,21 @@ def _dense_layers(s: SettingsReader) -> int:
 
 
 def _shared_experts(s: SettingsReader) -> Fields:
-    s.passed("--moe-token-dispatcher-type", "--moe-grouped-gemm")
+    s.passed("--moe-grouped-gemm")
     shared = s.whole("--moe-shared-expert-intermediate-size", 0, least=0)
     return {"model.moe.shared_experts": 1, "model.moe.shared_expert_ffn": shared} if shared else {}
+
+
+def _dispatcher(s: SettingsReader) -> str:
+    words = {"allgather": "allgather", "alltoall": "alltoall", "alltoall_seq": "alltoall"}
+    backend = "deepep" if s.flag("--moe-enable-deepep") else str(s.value("--moe-flex-dispatcher-backend", "deepep"))
+    return str(s.word("--moe-token-dispatcher-type", {**words, "flex": backend}, "allgather"))
+
+
+def _overlaps_shared_experts(p: PlanFields) -> bool:
+    framework, moe = p.job.framework, p.model.moe
+    there = moe is not None and bool(moe.shared_experts) and p.layout.ep > 1 and p.layout.dispatcher == "alltoall"
+    return there and (framework.engine != "megatron" or framework.shared_expert_overlap)
 
 
 def _expert_groups(p: PlanFields) -> bool:
@@ -247,7 +263,7 @@ _MODEL = (
     row.whole("--moe-router-topk", "model.moe.top_k", 2, when=_experts),
     row.whole("--moe-ffn-hidden-size", "model.moe.expert_ffn", _width, when=_experts),
     row.word("--moe-router-score-function", "model.moe.router", _ROUTERS, "softmax", when=_experts),
-    row.constant("--moe-token-dispatcher-type", "alltoall", when=_experts),
+    Setting(path="layout.dispatcher", write=lambda p: _DISPATCHERS[p.layout.dispatcher], read=_dispatcher, when=_experts),
     row.constant("--moe-grouped-gemm", True, when=_experts),
     Setting(write=_balancing, when=_experts),
     Setting("--moe-layer-freq", "model.moe.dense_layers", _layer_pattern, _dense_layers, _experts),
@@ -426,6 +442,20 @@ _FRAMEWORK = (
         lambda s: s.flag("--tp-comm-overlap") if s["layout.tp"] > 1 else None,
     ),
     Setting(path="framework.loss", write=_loss, read=_read_loss),
+    Setting(
+        "--moe-shared-expert-overlap",
+        "framework.shared_expert_overlap",
+        _overlaps_shared_experts,
+        lambda s: s.flag("--moe-shared-expert-overlap") if s["layout.ep"] > 1 else None,
+        when=_experts,
+    ),
+    Setting(
+        "--overlap-moe-expert-parallel-comm",
+        "framework.expert_overlap",
+        lambda p: True if p.job.framework.expert_overlap == "microbatches" and p.layout.ep > 1 else None,
+        lambda s: "microbatches" if s.flag("--overlap-moe-expert-parallel-comm") else None,
+        when=_experts,
+    ),
 )
 
 

@@ -184,6 +184,7 @@ ENGINE = EngineFormat(
         "layout.context_parallel": "nanotron has the ring and the all-gather",
         "layout.data_parallel": "nanotron reduces in buckets",
         "layout.offload": "nanotron keeps everything on the GPU",
+        "layout.dispatcher": "nanotron has the all-to-all",
         "job.precision": "nanotron computes in bf16, fp16 and fp32",
         "job.optimizer": "nanotron has AdamW and SGD",
         "job.attention": "nanotron has flash attention",

@@ -61,7 +61,7 @@ from torchtitan.trainer import Trainer
 
 
 def {function}() -> Trainer.Config:
-    model_spec = model_registry({flavor!r}{converters})
+    model_spec = model_registry({flavor!r}{backend}{converters})
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
@@ -85,6 +85,8 @@ def {function}() -> Trainer.Config:
 
 def python_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], comments: list[str]) -> tuple[File, ...]:
     eight = settings["float8"]["enable"]
+    parallelism = dict(settings["parallelism"])
+    backend = parallelism.pop("expert_parallel_comm_backend", None)
     block = {"full": "FullAC", "selective": "SelectiveAC"}.get(layout.recompute)
     text = _TEMPLATE.format(
         head=header.commented("torchtitan 0.3 (Python)", comments, _DATA),
@@ -93,11 +95,12 @@ def python_files(job: Job, layout: Layout, settings: dict[str, dict[str, Any]], 
         module=settings["model"]["name"],
         flavor=settings["model"]["flavor"],
         function=FUNCTION,
+        backend=f", moe_comm_backend={backend!r}" if backend else "",
         converters=", converters=[Float8LinearConverter.Config(model_compile_enabled=True)]" if eight else "",
         lr=settings["optimizer"]["lr"],
         lr_scheduler=", ".join(f"{name}={value!r}" for name, value in settings["lr_scheduler"].items()),
         training=_arguments(settings["training"]),
-        parallelism=_arguments(settings["parallelism"]),
+        parallelism=_arguments(parallelism),
         recompute=f"{block}.Config()" if block else "None",
         compiled=settings["compile"]["enable"],
     )
@@ -146,6 +149,9 @@ def _call(node: ast.Call, found: dict[str, dict[str, Any]]) -> None:
         found["activation_checkpoint"]["mode"] = _MODES[first]
     elif last == "model_registry" and node.args and isinstance(node.args[0], ast.Constant):
         found.setdefault("model", {})["flavor"] = node.args[0].value
+        for keyword in node.keywords:
+            if keyword.arg == "moe_comm_backend":
+                found.setdefault("parallelism", {})["expert_parallel_comm_backend"] = _plain(keyword.value)
     elif first == "Float8LinearConverter":
         found["float8"] = {"enable": True}
 

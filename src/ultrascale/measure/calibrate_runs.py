@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,23 @@ class CalibrationRun:
     stage: int = 0
 
 
-def load(paths: Sequence[Path]) -> list[CalibrationRun]:
-    """Every run that the paths name, once; SpecError for what is no run, or is of another machine."""
+def load(paths: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> list[CalibrationRun]:
+    """Every run that the paths name, once; SpecError for what is no run, or is of another kind of GPU.
+
+    `say` is told what is left out: unfinished runs, and on a CPU runs of another number of processes than most have.
+    """
     found: dict[str, CalibrationRun] = {}
     for path in paths:
+        if len(paths) > 1 and (path / PLAN).is_file() and not (path / MEASUREMENT).exists():
+            say(f"{path} is left out: it has no {MEASUREMENT}, so its steps are not all done")
+            continue
         for one in _runs_in(path):
             found.setdefault(one.name, one)
     runs = list(found.values())
     if not runs:
         raise SpecError(f"no runs to calibrate with: name some, {EXAMPLE}")
-    _one_machine(runs)
-    return runs
+    _one_kind(runs)
+    return _one_machine(runs, say)
 
 
 def _runs_in(path: Path) -> Iterator[CalibrationRun]:
@@ -151,7 +158,7 @@ def _rows(path: Path) -> Iterator[CalibrationRun]:
             yield CalibrationRun(run.id, job, layout, layout.batch_tokens(job.seq) / (rate * layout.gpus))
 
 
-def _one_machine(runs: Sequence[CalibrationRun]) -> None:
+def _one_kind(runs: Sequence[CalibrationRun]) -> None:
     first = runs[0]
     for one in runs[1:]:
         kinds = [each.job.cluster.gpu.name for each in (first, one)]
@@ -159,9 +166,16 @@ def _one_machine(runs: Sequence[CalibrationRun]) -> None:
             raise SpecError(
                 f"{first.name} ran on {kinds[0]} and {one.name} on {kinds[1]}: calibrate each kind with its own runs"
             )
-        worlds = [each.layout.gpus for each in (first, one)]
-        if one.job.cluster.efficiency.synchronous and worlds[0] != worlds[1]:
-            raise SpecError(
-                f"{first.name} had {worlds[0]} processes and {one.name} {worlds[1]}: processes share a CPU's cores, so that "
-                "each number of them is a machine of its own; calibrate them apart"
-            )
+
+
+def _one_machine(runs: list[CalibrationRun], say: Callable[[str], None]) -> list[CalibrationRun]:
+    """Processes share a CPU's cores, so each number of them is a machine of its own: the runs of the most frequent number."""
+    if not runs[0].job.cluster.efficiency.synchronous:
+        return runs
+    (world, count), *others = Counter(run.layout.gpus for run in runs).most_common()
+    for other, number in others:
+        say(
+            f"{number} of the {len(runs)} runs are left out: they had {other} processes, not {world} as {count} had, and "
+            "processes share a CPU's cores; calibrate them apart"
+        )
+    return [run for run in runs if run.layout.gpus == world]

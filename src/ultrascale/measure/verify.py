@@ -129,7 +129,8 @@ def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: S
 
     whole = run(None)
     torch.save(whole, file)
-    return Bounds.measured(whole, [run(seed) for seed in range(PERTURBED_RUNS)], rounding(job.precision))
+    perturbed = [run(seed) for seed in range(PERTURBED_RUNS)]
+    return Bounds.measured(whole, perturbed, rounding(job.precision), steps[0].training.router_bias_rate)
 
 
 def _compare(job: Job, layout: Layout, reference: Reference) -> Difference:

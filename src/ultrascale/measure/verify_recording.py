@@ -119,6 +119,7 @@ def expected(part: ModuleShard, mesh: Mesh, whole: Tensor) -> Tensor:
     return found.narrow(2, mesh.tp.rank // ranks_with_the_same * here, here)
 
 
+_ROUTER_BIAS = re.compile(r"\d+/weight/blocks\.(\d+)\.mlp\.router\.bias")
 Recording = Mapping[str, Tensor]
 PERTURBED_RUNS = 2
 FACTOR = 8.0
@@ -304,13 +305,33 @@ class Bounds:
     """the largest entry and the root mean square of each key's tensor"""
 
     @classmethod
-    def measured(cls, reference: Recording, perturbed: Sequence[Recording], eps: float) -> Bounds:
+    def measured(cls, reference: Recording, perturbed: Sequence[Recording], eps: float, bias_rate: float = 0.0) -> Bounds:
+        """`bias_rate`: the step of a router's biases."""
         sizes = {key: RelativeError.size(value[value.isfinite()]) for key, value in reference.items()}
         bounds = {}
         for key, whole in reference.items():
             errors = [RelativeError.between(run[key], whole, sizes[key]) for run in perturbed]
             bounds[key] = RelativeError(*(FACTOR * (max(found) + eps) for found in zip(*errors, strict=True)))
-        return cls(bounds, sizes)
+        found = cls(bounds, sizes)
+        for key, allowed in found._undecided_biases(reference, bias_rate):
+            added = RelativeError.between(allowed, torch.zeros_like(allowed), sizes[key])
+            bounds[key] = RelativeError(*(bound + more for bound, more in zip(bounds[key], added, strict=True)))
+        return found
+
+    def _undecided_biases(self, reference: Recording, rate: float) -> Iterator[tuple[str, Tensor]]:
+        """Of each router's biases what rounding may decide: a bias moves by the sign of its expert's load against the mean,
+        and a load that is no further from the mean than its own bound may fall on either side.
+        """
+        layers = {key: int(match[1]) for key in reference if (match := _ROUTER_BIAS.fullmatch(key))}
+        loads = [(key, value) for key, value in reference.items() if key.endswith("/expert_tokens")]
+        for key, layer in layers.items():
+            allowed = torch.zeros(reference[key].shape, dtype=torch.float64)
+            for step, tokens in loads:
+                own = tokens[layer - min(layers.values())]
+                tolerance = self.by_key[step].largest * self.sizes[step].largest
+                undecided = ((own - own.mean()).abs() <= tolerance) & (tolerance >= 1)
+                allowed += 2 * rate * undecided
+            yield key, allowed
 
     def excess(self, key: str, value: Tensor, wanted: Tensor) -> tuple[float, float]:
         """The largest relative difference of an entry, and the larger of both errors over its bound."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrascale.cost import engines
 from ultrascale.cost.estimate import estimate, memory_limit_gib
+from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.specs.engine import OWN
 from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.units import GIB
+from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB, seconds
 
 MOST_GPUS = 2**17
 IDEALISED = "playbook"  # the engine that runs every legal layout
@@ -42,6 +44,8 @@ class NoFit:
     capacity_gib: float
     changes: tuple[Change, ...]
     """cheapest first: those that need no other hardware, then the fewest GPUs"""
+    lora_gib: float
+    """about what low-rank adapters on frozen weights would need, under the layout that comes closest"""
 
     @property
     def short_gib(self) -> float:
@@ -119,6 +123,17 @@ def smaller_clusters(job: Job) -> list[Job]:
     return jobs
 
 
+def smaller_cluster_notes(job: Job, plans: Sequence[Plan]) -> list[str]:
+    """Says when the first plan leaves GPUs idle, and what it costs in time against the first that uses all."""
+    gpus, best = job.cluster.gpus, plans[0]
+    used = best.job.cluster.gpus
+    if used == gpus:
+        return []
+    whole = next((plan for plan in plans if plan.job.cluster.gpus == gpus), None)
+    slower = f"; all {gpus} take {seconds(whole.estimate.step_time_s)}" if whole is not None else ""
+    return [f"the first layout uses {used} of {gpus} GPUs and takes {seconds(best.estimate.step_time_s)} per step{slower}"]
+
+
 def runnable_job(job: Job) -> tuple[Job, list[str]]:
     """The job, for the idealised engine where ours cannot run it, with a note that says so. Another engine must run the job."""
     sentence = engines.job_problem(job)
@@ -134,14 +149,33 @@ Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]
 
 
 def no_fit(job: Job, constraints: LayoutConstraints, peak_bytes: float, layout: Layout) -> NoFit:
-    """Tries, in the order of what they cost: the host's memory, narrower states, more GPUs, larger GPUs, shorter sequences."""
-    remedies = (_offload, _narrower_states, _more_gpus, _larger_gpu, _shorter_sequence)
+    """Tries, in the order of what they cost: narrower states, the host's memory, both, more GPUs, larger GPUs, shorter
+    sequences.
+    """
+    remedies = (_narrower_states, _offload, _narrower_states_on_host, _more_gpus, _larger_gpu, _shorter_sequence)
     changes = [change for remedy in remedies if (change := _first_that_fits(remedy(job, constraints))) is not None]
-    return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes))
+    return NoFit(layout, peak_bytes / GIB, job.cluster.gpu.memory_gib, tuple(changes), lora_gib(job, layout))
+
+
+LORA_RANK = 16
+
+
+def lora_gib(job: Job, layout: Layout) -> float:
+    """The layout's peak with the states of adapters alone: rank 16 beside every matrix of attention and of a dense MLP."""
+    found, model = estimate(job, layout), job.model
+    memory = found.memory[found.peak_stage].memory
+    mlp = 0 if model.moe is not None else (3 if model.gated else 2) * (model.hidden + model.ffn)
+    widths = 2 * (model.hidden + model.q_dim) + 2 * (model.hidden + model.kv_dim) + mlp
+    each = compute_bytes(job) + FP32 + gradient_bytes(job) + OPTIMIZERS[job.optimizer].state_bytes
+    adapters = LORA_RANK * widths * model.layers / (layout.pp * layout.tp) * each
+    frozen = memory.parameters or compute_bytes(job) * model.parameters / layout.gpus
+    return (frozen + memory.activations + memory.buffers + memory.runtime + adapters) / GIB
 
 
 def _first_that_fits(alternatives: Alternatives) -> Change | None:
     for text, job, constraints in alternatives:
+        if engines.job_problem(job) is not None:
+            continue
         limit_gib = memory_limit_gib(job, MIN_FIT, 0.0)
         fastest = rank(job, constraints, "throughput", LAYOUTS_PER_CHANGE, limit_gib * GIB).rows
         for layout in map(fastest.layout, range(min(LAYOUTS_PER_CHANGE, len(fastest)))):
@@ -157,6 +191,12 @@ def _offload(job: Job, constraints: LayoutConstraints) -> Alternatives:
         for where in ("optimizer", "parameters"):
             fixed = LayoutConstraints({**constraints.fixed, "offload": where}, constraints.forbidden)
             yield f"keep the {where} on the host (--fix offload={where})", job, fixed
+
+
+def _narrower_states_on_host(job: Job, constraints: LayoutConstraints) -> Alternatives:
+    for states, narrower, _ in _narrower_states(job, constraints):
+        for where, other, fixed in _offload(narrower, constraints):
+            yield f"{states} and {where}", other, fixed
 
 
 def _narrower_states(job: Job, constraints: LayoutConstraints) -> Alternatives:

@@ -19,6 +19,7 @@ from ultrascale.cost import engines, table
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
+from ultrascale.plan.alternatives import LEANEST_WITHIN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError, divisors, near
@@ -187,6 +188,7 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
                 constraints.among("sequence_parallel", _sequence(job, base)),
                 constraints.among("data_parallel", ["bucketed"]),
                 constraints.among("offload", ["none"]),
+                constraints.among("dispatcher", _dispatchers(job, base["ep"])),
             )
         ),
     )
@@ -204,6 +206,7 @@ _AXES = (
     ("sequence_parallel",),
     ("data_parallel",),
     ("offload",),
+    ("dispatcher",),
 )
 
 
@@ -244,6 +247,11 @@ def _context_methods(job: Job, constraints: LayoutConstraints, base: dict[str, i
 
 def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
     return [job.seq // base["cp"] % base["tp"] == 0]
+
+
+def _dispatchers(job: Job, ep: int) -> list[str]:
+    """NCCL's, and the kernels made for the cluster's links: DeepEP knows nodes of 8 GPUs, HybridEP larger NVLink domains."""
+    return ["alltoall"] if ep == 1 else ["alltoall", "deepep" if job.cluster.fast_domain <= 8 else "hybridep"]
 
 
 _PIPELINE = {"schedule", "virtual_stages", "pp"}
@@ -300,6 +308,7 @@ class RankedLayouts:
     score: list[float]
     evaluated: int
     fitting: int
+    alternatives: AlternativeLayouts
 
 
 def rank(
@@ -310,21 +319,23 @@ def rank(
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
     scores, rows = np.zeros(0), [LayoutColumns.of([])]
     evaluated = fitting = 0
+    alternatives = AlternativeLayouts()
     for group in cores(job, constraints):
-        # Who is slower than as many as are kept is out; the least memory may be at any speed.
+        # Who is slower than as many as are kept, and than a lean layout may be, is out; the least memory may be at any speed.
         longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
-        longest_s = 0.0 if objective == "memory" else longest_s
+        longest_s = 0.0 if objective == "memory" else max(longest_s, LEANEST_WITHIN * alternatives.fastest_s)
         cells = table.evaluate(job, group.columns, group.variants, machine, capacity, longest_s)
         evaluated += int(cells.legal.sum())
         fitting += int(cells.fits.sum())
         score = np.where(cells.fits, cells.peak_bytes, np.inf) if objective == "memory" else cells.step_s
+        alternatives.add(cells)
         core, variant = _least(score, keep)
         rows.append(cells.layouts(core, variant))
         scores = np.concatenate([scores, score[core, variant]])
     first = np.argsort(scores, kind="stable")[:keep]
     found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
     weight = job.cluster.gpus if objective == "cost" else 1.0
-    return RankedLayouts(job, found, (weight * scores[first]).tolist(), evaluated, fitting)
+    return RankedLayouts(job, found, (weight * scores[first]).tolist(), evaluated, fitting, alternatives)
 
 
 def _least(score: Array, most: int) -> tuple[Array, Array]:

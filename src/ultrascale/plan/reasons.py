@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import DraftEstimate, drafts
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
-from ultrascale.specs.errors import SpecError, divisors
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import CAUSES, Estimate
 from ultrascale.specs.job import OPTIMIZERS, Job
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import Dispatcher, Layout
 from ultrascale.specs.plan import Neighbour
 from ultrascale.specs.units import GIB, count, seconds
 
 CAUSE_WORDS = {
-    "matmul_s": "matmuls",
+    "matmul_s": "GEMMs",
     "attention_s": "attention",
     "memory_bound_s": "memory-bound operators",
     "recompute_s": "recomputation",
     "launch_s": "kernel launches",
-    "tensor_s": "tensor-parallel communication",
-    "context_s": "context-parallel communication",
-    "expert_s": "expert all-to-all",
-    "zero_s": "ZeRO gathers and scatters",
-    "data_s": "gradient reduction",
+    "tensor_s": "TP communication (exposed)",
+    "context_s": "CP communication (exposed)",
+    "expert_s": "EP all-to-all (exposed)",
+    "zero_s": "ZeRO communication (exposed)",
+    "data_s": "gradient reduction (exposed)",
     "send_s": "pipeline sends",
     "bubble_s": "pipeline bubble",
     "optimizer_s": "optimizer",
     "offload_s": "offload",
     "overhead_s": "host overhead",
 }
+
+
+MAIN_OF_STEP = {"Fit": 2, "Batch": 1, "Speed": 2}  # reasons of a step that are shown first
+MAIN_REASONS = sum(MAIN_OF_STEP.values())
 
 
 def with_batch(job: Job, layout: Layout, **fields: Any) -> Layout | None:
@@ -81,6 +85,8 @@ def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:
             local = max(1, job.cluster.fast_domain // layout.tp)
             if 1 < local < layout.data_ranks and layout.zero_shards is None:
                 yield {"zero_shards": local}
+    if layout.ep > 1:
+        yield from ({"dispatcher": word} for word in get_args(Dispatcher) if word != layout.dispatcher)
     yield from ({"recompute": word} for word in ("none", "selective", "full") if word != layout.recompute)
     if layout.tp > 1 and layout.sequence_parallel:
         yield {"sequence_parallel": False}
@@ -171,14 +177,18 @@ def of_winner(
     objective: Objective,
     constraints: LayoutConstraints,
 ) -> tuple[str, ...]:
-    """The playbook's order: make it fit, reach the batch, go fast."""
+    """In the playbook's order: make it fit, reach the batch, go fast. Each starts with the name of its step; the first
+    `MAIN_REASONS` matter most.
+    """
     by_change = {neighbour.change.split(" ")[0].rstrip(","): neighbour for neighbour in rejected}
-    return (
-        *(f"Step 1, fit: {text}" for text in _fit(job, layout, predicted, by_change)),
-        *(f"Step 2, batch: {text}" for text in _batch(job, layout)),
-        *(f"Step 3, speed: {text}" for text in _speed(job, layout, predicted, by_change, rejected, objective)),
-        *(f"Constraint: {name}={value} was fixed" for name, value in constraints.fixed.items()),
+    steps = (
+        ("Fit", list(_fit(job, layout, predicted, by_change))),
+        ("Batch", list(_batch(job, layout))),
+        ("Speed", list(_speed(job, layout, predicted, by_change, rejected, objective))),
     )
+    main = [f"{step}: {text}" for step, texts in steps for text in texts[: MAIN_OF_STEP[step]]]
+    rest = [f"{step}: {text}" for step, texts in steps for text in texts[MAIN_OF_STEP[step] :]]
+    return (*main, *rest, *(f"Constraint: {name}={value} was fixed" for name, value in constraints.fixed.items()))
 
 
 def _fit(job: Job, layout: Layout, predicted: Estimate, by_change: dict[str, Neighbour]) -> Iterator[str]:
@@ -186,9 +196,8 @@ def _fit(job: Job, layout: Layout, predicted: Estimate, by_change: dict[str, Nei
     one = estimate_alone_gib(job)
     yield (
         f"{count(size)} parameters with their states need {_size(one, digits=0)} on one GPU of {_size(capacity)}: "
-        + ("one GPU could hold them" if one <= capacity else f"they must be cut over at least {-(-one // capacity):.0f}")
+        + ("one GPU could hold them" if one <= capacity else f"shard over ≥ {-(-one // capacity):.0f} GPUs")
     )
-    yield _playbook_rule(job, layout, world)
     yield (
         f"peak is {_size(predicted.peak_gib)} of {_size(capacity)} on stage {predicted.peak_stage} "
         f"({_size(predicted.headroom_gib)} free), at the {predicted.peak_moment}"
@@ -196,6 +205,7 @@ def _fit(job: Job, layout: Layout, predicted: Estimate, by_change: dict[str, Nei
     for change, label in (("zero=0", "without ZeRO"), ("recompute=none", "without recomputation")):
         if (other := by_change.get(change)) and not other.fits:
             yield f"{label} it would need {other.peak_gib:,.1f} GiB: {other.peak_gib - capacity:,.1f} GiB too much"
+    yield _playbook_rule(job, layout, world)
     if layout.recompute == "none":
         yield "no recomputation is needed: activations fit as they are"
 
@@ -258,16 +268,22 @@ def _speed(
     costs = sorted(((getattr(predicted.time, cause), cause) for cause in CAUSES), reverse=True)
     top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / predicted.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
     # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
-    used = "" if job.cluster.efficiency.synchronous else f" (MFU {predicted.mfu:.1%})"
+    used = "" if job.cluster.efficiency.synchronous else f" (MFU {predicted.mfu_causal:.1%})"
     yield f"a step takes {seconds(predicted.step_time_s)}{used}: {top}"
+    if objective == "throughput":
+        better = [n for n in rejected if not n.fits and n.step_time_s < predicted.step_time_s]
+        if better:
+            best = min(better, key=lambda n: n.step_time_s)
+            gain, over = 1 - best.step_time_s / predicted.step_time_s, best.peak_gib - predicted.capacity_gib
+            yield f"memory is what stops more: {best.change} would save {gain:.1%} but is {over:,.1f} GiB over"
+    yield from _dispatcher(layout, by_change)
     for axis, label in (("tp", "TP"), ("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
         value, twice = getattr(layout, axis), 2 * getattr(layout, axis)
         leaves = "leaves the NVLink domain and " if axis == "tp" and twice > job.cluster.fast_domain >= value else ""
         if (up := by_change.get(f"{axis}={twice}")) is not None:
             yield f"{label} stays at {value}: at {twice} it {leaves}{_costs(up)}"
         elif axis == "tp" and twice <= job.cluster.gpus:
-            limit = max(d for d in divisors(job.model.heads) if d <= value)
-            yield f"TP stays at {value}: {twice} does not divide the model or the batch (nearest legal {limit})"
+            yield f"TP stays at {value}: {_why_not_tp(job, layout, twice)}"
         if value > 1 and (down := by_change.get(f"{axis}={value // 2}")) is not None:
             yield f"{label} is not less: at {value // 2} it {_costs(down)}"
     for level in range(4):
@@ -280,12 +296,22 @@ def _speed(
     ):
         chunks = f"{layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else "one stage per rank"
         yield f"schedule {layout.schedule} with {chunks}: 1F1B {_costs(plain)}"
-    if objective == "throughput":
-        better = [n for n in rejected if not n.fits and n.step_time_s < predicted.step_time_s]
-        if better:
-            best = min(better, key=lambda n: n.step_time_s)
-            gain, over = 1 - best.step_time_s / predicted.step_time_s, best.peak_gib - predicted.capacity_gib
-            yield f"memory is what stops more: {best.change} would save {gain:.1%} but is {over:,.1f} GiB over"
+
+
+def _dispatcher(layout: Layout, by_change: dict[str, Neighbour]) -> Iterator[str]:
+    if (plain := by_change.get("dispatcher=alltoall")) is not None:
+        yield f"dispatcher {layout.dispatcher}, which must be installed: NCCL's all-to-all {_costs(plain)}"
+
+
+def _why_not_tp(job: Job, layout: Layout, tp: int) -> str:
+    """Why no neighbour has this degree."""
+    rest, gpus = tp * layout.pp * layout.cp, job.cluster.gpus
+    if gpus % rest:
+        return f"tp {tp} × pp {layout.pp} × cp {layout.cp} = {rest} does not divide {gpus} GPUs"
+    other = with_batch(job, layout, tp=tp)
+    if other is None:
+        return f"with tp {tp}, {job.sequences} sequences do not divide over dp {gpus // rest} × mbs {layout.mbs}"
+    return problem(job, other) or f"tp {tp} is the same layout"
 
 
 def _costs(other: Neighbour) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_e
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
@@ -24,11 +26,15 @@ from ultrascale.specs.units import GIB
 SIMULATED_AT_LEAST = 24
 KEPT_AT_LEAST = 240
 MOST = 1000  # every plan shown is simulated and described: some milliseconds each
+VARIANTS = 3  # of one layout, with other virtual stages
+SAME = 1e-9  # layouts that differ in recomputation and by less in time are one
 
 
 @dataclass(frozen=True)
 class Result:
-    """The best plans, best first; how many layouts were evaluated, in how many seconds; what the user should know."""
+    """The best plans, best first, of each its variants, and plans of other kinds; how many layouts were evaluated, in how many
+    seconds; what the user should know.
+    """
 
     job: Job
     plans: tuple[Plan, ...]
@@ -37,6 +43,22 @@ class Result:
     seconds: float
     notes: tuple[str, ...] = ()
     no_fit: advice.NoFit | None = None
+    variants: tuple[tuple[Variant, ...], ...] = ()
+    """for each plan, the same with other virtual stages"""
+    alternatives: tuple[Alternative, ...] = ()
+
+
+class Variant(NamedTuple):
+    layout: Layout
+    step_time_s: float
+    peak_gib: float
+
+
+class Alternative(NamedTuple):
+    """A plan of another kind than the first."""
+
+    kind: str
+    plan: Plan
 
 
 class LayoutPreview(NamedTuple):
@@ -99,16 +121,45 @@ def plan(
         shown = [LayoutPreview(ranked.rows.layout(row), score) for score, ranked, row in best[:top]]
         check(job, shown[0].layout)  # constraints may contradict each other beyond what candidates know
         preview(shown)
-    wanted = max(top, SIMULATED_AT_LEAST)
-    say(f"simulating the best {min(wanted, len(best))} of {evaluated:,}")
-    simulated = _simulate(best, wanted, limit_gib)
+    say(f"simulating the best of {evaluated:,}")
+    simulated = _simulate(best, top, limit_gib)
     simulated.sort(key=lambda draft: _score(draft, objective))
-    plans = [Plan(job=draft.view.job, layout=draft.view.layout, estimate=full_estimate(draft)) for draft in simulated[:top]]
-    notes += advice.batch_notes(job, plans[0].layout)
+    rows = _rows(simulated)[:top]
+    plans = [_planned(row[0]) for row in rows]
+    variants = tuple(tuple(Variant(one.view.layout, one.step_time_s, one.peak_gib) for one in row[1:]) for row in rows)
+    notes += [*advice.batch_notes(job, plans[0].layout), *advice.smaller_cluster_notes(job, plans)]
+    others: tuple[Alternative, ...] = ()
     if explain:
         say("explaining the winner")
         plans = explained(plans, objective=objective, fix=fix, forbid=forbid)
-    return Result(job, tuple(plans), evaluated, fitting, time.perf_counter() - started, tuple(notes))
+        others = _alternatives(plans[0], ranked[0], constraints, limit_gib) if objective == "throughput" else ()
+    seconds = time.perf_counter() - started
+    return Result(job, tuple(plans), evaluated, fitting, seconds, tuple(notes), variants=variants, alternatives=others)
+
+
+def _planned(draft: DraftEstimate) -> Plan:
+    return Plan(job=draft.view.job, layout=draft.view.layout, estimate=full_estimate(draft))
+
+
+def _alternatives(
+    best: Plan, ranked: RankedLayouts, constraints: LayoutConstraints, limit_gib: float
+) -> tuple[Alternative, ...]:
+    """Plans of other kinds than the best that fit, each kind once."""
+    job, layouts = best.job, ranked.alternatives.layouts()
+    if best.layout.pp == 1:
+        layouts.pop("no pipeline", None)
+    if best.layout.tp > (local := job.cluster.fast_domain):
+        beyond = (degree for degree in divisors(job.cluster.gpus) if degree > local)
+        forbidden = {**constraints.forbidden, "tp": (*constraints.forbidden.get("tp", ()), *beyond)}
+        found = rank(job, replace(constraints, forbidden=forbidden), "throughput", 1, limit_gib * GIB)
+        layouts |= {"TP inside a node": found.rows.layout(0)} if found.score else {}
+    kinds: dict[Layout, list[str]] = {}
+    for kind, layout in layouts.items():
+        if layout != best.layout:
+            kinds.setdefault(layout, []).append(kind)
+    drafts = add_times([one for one in memory_drafts(job, list(kinds)) if one.peak_gib <= limit_gib]) if kinds else []
+    plans = [_planned(draft) for draft in drafts]
+    return tuple(Alternative(", ".join(kinds[plan.layout]), plan) for plan in plans)
 
 
 def explained(
@@ -139,16 +190,54 @@ def _ranked(
     return found
 
 
-def _simulate(best: list[tuple[float, RankedLayouts, int]], wanted: int, limit_gib: float) -> list[DraftEstimate]:
-    """The first `wanted` that fit by the exact count, all in one simulation; every one of them, if none does."""
+def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib: float) -> list[DraftEstimate]:
+    """The first that fit by the exact count, at least `top` that differ in more than virtual stages, all in one simulation;
+    those that do not fit, if none does.
+    """
+    candidates = _few_variants(best)
     fitting: list[StageFill] = []
     over: list[StageFill] = []
-    while best and len(fitting) < wanted:
-        count = wanted - len(fitting)
-        for found in _memory_drafts([(ranked.job, ranked.rows.layout(row)) for _, ranked, row in best[:count]]):
+    while candidates:
+        rows = len({_row_key(one.view.job, one.view.layout) for one in fitting})
+        count = max(top - rows, SIMULATED_AT_LEAST - len(fitting))
+        if count <= 0:
+            break
+        for found in _memory_drafts(candidates[:count]):
             (fitting if found.peak_gib <= limit_gib else over).append(found)
-        best = best[count:]
+        candidates = candidates[count:]
     return add_times(fitting or over)
+
+
+def _row_key(job: Job, layout: Layout) -> tuple[object, ...]:
+    """Layouts with the same key differ in virtual stages alone."""
+    return (job.cluster.gpus, *(value for name, value in layout if name != "virtual_stages"))
+
+
+def _few_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Job, Layout]]:
+    """In their order, without more than `VARIANTS` that differ in virtual stages alone, and without those in which another
+    recomputation changes nothing: fused blocks keep nothing that `selective` would drop.
+    """
+    number: Counter[tuple[object, ...]] = Counter()
+    times: dict[Layout, float] = {}
+    kept = []
+    for score, ranked, row in best:
+        job, layout = ranked.job, ranked.rows.layout(row)
+        key, alike = _row_key(job, layout), layout.model_copy(update={"recompute": "none"})
+        if alike in times and math.isclose(times[alike], score, rel_tol=SAME):
+            continue
+        times[alike] = score
+        number[key] += 1
+        if number[key] <= VARIANTS:
+            kept.append((job, layout))
+    return kept
+
+
+def _rows(simulated: list[DraftEstimate]) -> list[list[DraftEstimate]]:
+    """Drafts, best first, in rows of one layout and its variants."""
+    rows: dict[tuple[object, ...], list[DraftEstimate]] = {}
+    for draft in simulated:
+        rows.setdefault(_row_key(draft.view.job, draft.view.layout), []).append(draft)
+    return list(rows.values())
 
 
 def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[StageFill]:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import estimate
 from ultrascale.plan.reasons import with_batch
+from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.estimate import OWNERS, Estimate
+from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
 from ultrascale.specs.model import Model
@@ -18,7 +20,18 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, tokens
 from ultrascale.specs.validate import build
 
-JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "attention", "dropout", "gpus")
+JOB_FIELDS = (
+    "seq",
+    "batch_tokens",
+    "precision",
+    "gradients",
+    "optimizer",
+    "attention",
+    "dropout",
+    "gpus",
+    "gpu",
+    "network_gb_s",
+)
 Axis = Literal["mbs", "seq", "model"]
 AXES: tuple[str, ...] = ("mbs", "seq", "model")
 
@@ -68,6 +81,13 @@ def _job_value(name: str, text: str) -> Any:
         return tokens(text, name, "8192 or 8k" if name == "seq" else "4M or 4194304")
     if name == "gpus":
         return tokens(text, name, "gpus=128")
+    if name == "gpu":
+        return GPU.load(text)
+    if name == "network_gb_s":
+        try:
+            return float(text)
+        except ValueError:
+            raise SpecError(f"--what-if network_gb_s is '{text:.40}' but must be GB/s per GPU, such as 25") from None
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -75,6 +95,14 @@ def _changed_job(job: Job, fields: dict[str, Any]) -> Job:
     fields = dict(fields)
     if "gpus" in fields:
         fields["cluster"] = job.cluster.resized(fields.pop("gpus"))
+    cluster = fields.get("cluster", job.cluster)
+    if "gpu" in fields:
+        kind = fields.pop("gpu")
+        # A network that is not the usual one of its GPUs was given or measured: it stays.
+        own = {} if cluster.network_gb_s == cluster.gpu.network_gb_s else {"network_gb_s": cluster.network_gb_s}
+        fields["cluster"] = cluster = Cluster.of(kind, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, **own)
+    if "network_gb_s" in fields:
+        fields["cluster"] = build(Cluster, {**dict(cluster), "network_gb_s": fields.pop("network_gb_s")}, "cluster")
     if "seq" in fields and "batch_tokens" not in fields:
         whole = max(1, round(job.batch_tokens / fields["seq"]))
         fields["batch_tokens"] = whole * fields["seq"]

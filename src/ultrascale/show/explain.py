@@ -11,7 +11,7 @@ from ultrascale.cost.timeline import memory_timeline
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.plan.what_if import LargestFit, WhatIf
 from ultrascale.show.lines import NARROW, bullets, compact, heading, labelled, table
-from ultrascale.show.plan import job_line, knows_peak, show_costs
+from ultrascale.show.plan import job_line, knows_peak, show_costs, show_reasons
 from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, gib, seconds
@@ -32,6 +32,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     )
     if not e.fits:
         labelled(console, "Does not fit:", "red", f"{-e.headroom_gib:,.1f} GiB too much")
+    if knows_peak(plan.job):
+        console.print(f"{plan.job.mfu_convention}; with full attention {e.mfu:.1%}, HFU {e.hfu:.1%}")
     show_costs(console, plan)
     console.print(memory_table(e, narrow=console.width < NARROW))
     console.print(activation_table(e))
@@ -39,7 +41,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print(time_table(e))
     console.print(traffic_table(e))
     heading(console, "Reasons")
-    bullets(console, plan.reasons)
+    show_reasons(console, plan.reasons, every=True)
     if plan.rejected:
         console.print(rejected_table(plan))
     heading(console, "Notes and assumptions")
@@ -48,7 +50,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 
 def _utilisation(plan: Plan) -> str:
     e = plan.estimate
-    return f"MFU {e.mfu:.1%} (causal {e.mfu_causal:.1%}), HFU {e.hfu:.1%}; " if knows_peak(plan.job) else ""
+    return f"MFU {e.mfu_causal:.1%}, HFU {e.hfu_causal:.1%}; " if knows_peak(plan.job) else ""
 
 
 def show_staleness(console: Console, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +26,27 @@ class PlainConsole(Console):
 
     def __init__(self, to_errors: bool = False, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=to_errors, width=width)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich prints, but tables keep their words whole: without lines in a pipe or where they are too wide with them, and
+        row by row where they are too wide without.
+        """
+        super().print(*(self._readable(one) if isinstance(one, Table) else one for one in objects), **options)
+
+    def _readable(self, grid: Table) -> RenderableType:
+        if not grid.columns[1:]:
+            return grid
+        if grid.box is not None and (not self.is_terminal or self._measured(grid).minimum > self.width):
+            grid = compact(grid)
+        measured = self._measured(grid)
+        if measured.minimum > self.width:
+            return rows_as_lines(grid)
+        if measured.maximum > self.width:
+            share_width(grid, self.width - measured.minimum)
+        return grid
+
+    def _measured(self, grid: Table) -> Measurement:
+        return Measurement.get(self, self.options.update(max_width=10_000), grid)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)  # before a table measures it
@@ -96,6 +118,32 @@ def compact(grid: Table) -> Table:
     """The table without lines, for narrow terminals."""
     grid.box, grid.pad_edge, grid.padding = None, False, (0, 1, 0, 0)
     return grid
+
+
+def share_width(grid: Table, spare: int) -> None:
+    """Gives every column the width of its longest word, and the spare width to those that wrap, the narrowest first."""
+    texts = {id(column): [str(text) for text in (column.header, *column.cells)] for column in grid.columns}
+    words = {key: max((len(word) for text in all_ for word in text.split()), default=0) for key, all_ in texts.items()}
+    lines = {key: max(len(line) for text in all_ for line in text.splitlines() or [""]) for key, all_ in texts.items()}
+    left = len(grid.columns)
+    for column in sorted(grid.columns, key=lambda one: lines[id(one)] - words[id(one)]):
+        key = id(column)
+        more = min(lines[key] - words[key], spare // left)
+        column.width, column.no_wrap, spare, left = words[key] + more, False, spare - more, left - 1
+
+
+def rows_as_lines(grid: Table) -> Table:
+    """The table with a line for each cell, under the row's first."""
+    first, *others = grid.columns
+    lines = Table.grid(padding=(0, 1))
+    lines.title, lines.title_justify, lines.title_style = grid.title, "left", "bold"
+    lines.add_column(no_wrap=True)
+    lines.add_column(overflow="fold")
+    for name, *cells in zip(first.cells, *(column.cells for column in others), strict=True):
+        lines.add_row(name, "", style="bold")
+        for column, cell in zip(others, cells, strict=True):
+            lines.add_row(f"  {str(column.header).replace(chr(10), ' ')}", cell)
+    return lines
 
 
 def picked(value: object, *names: str) -> dict[str, Any]:

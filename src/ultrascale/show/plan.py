@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ultrascale.plan import Result
+from ultrascale.plan.advice import LORA_RANK
+from ultrascale.plan.reasons import MAIN_REASONS
+from ultrascale.plan.search import Variant
 from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, picked, table
 from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
 
+WIDE = 150  # columns from which a layout has a column for each field
 LIKELY = 0.5  # a layout that fits with less probability is called likely out of memory
 
 
@@ -32,7 +38,7 @@ def knows_peak(job: Job) -> bool:
     return not job.cluster.efficiency.synchronous
 
 
-def show_result(console: Console, result: Result) -> None:
+def show_result(console: Console, result: Result, all_reasons: bool = False) -> None:
     console.print(job_line(result.job))
     notes(console, result.notes)
     rate = f"{result.evaluated / max(result.seconds, 1e-9):,.0f} per second"
@@ -40,11 +46,45 @@ def show_result(console: Console, result: Result) -> None:
     if result.no_fit is not None:
         show_no_fit(console, result)
         return
-    console.print(ranking(result.plans, narrow=console.width < NARROW))
-    best = result.plans[0]
+    best, narrow = result.plans[0], console.width < NARROW
+    console.print(ranking(result.plans, console.width, result.variants))
+    if knows_peak(best.job):
+        console.print(best.job.mfu_convention)
+    if result.alternatives:
+        console.print(alternatives_table(result, narrow))
     heading(console, "Why the first one")
-    bullets(console, best.reasons)
+    show_reasons(console, best.reasons, all_reasons)
     show_costs(console, best)
+
+
+def alternatives_table(result: Result, narrow: bool) -> Table:
+    best = result.plans[0].estimate
+    grid = table("Of another kind", "kind", "layout", "step", "Δ time", "peak GiB", "Δ GiB", left=("kind", "layout"))
+    for kind, plan in result.alternatives:
+        e = plan.estimate
+        grid.add_row(
+            kind,
+            str(plan.layout),
+            seconds(e.step_time_s),
+            f"{e.step_time_s / best.step_time_s - 1:+.1%}",
+            f"{e.peak_gib:,.1f}",
+            f"{e.peak_gib - best.peak_gib:+,.1f}",
+        )
+    return compact(grid) if narrow else grid
+
+
+def show_reasons(console: Console, reasons: Sequence[str], every: bool) -> None:
+    """Under the name of their step; the few that matter most, unless every one is asked for."""
+    shown = reasons if every else reasons[:MAIN_REASONS]
+    steps: dict[str, list[str]] = {}
+    for reason in shown:
+        step, _, text = reason.partition(": ")
+        steps.setdefault(step, []).append(text)
+    for step, texts in steps.items():
+        console.print(step)
+        bullets(console, texts)
+    if len(shown) < len(reasons):
+        console.print(f"{len(reasons) - len(shown)} more reasons: --all-reasons")
 
 
 def show_costs(console: Console, plan: Plan) -> None:
@@ -65,38 +105,44 @@ def show_costs(console: Console, plan: Plan) -> None:
         console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")
 
 
-def ranking(plans: tuple[Plan, ...], narrow: bool = False) -> Table:
-    """One row per plan; in a narrow terminal the layout is one column."""
+def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[Variant, ...], ...] = ()) -> Table:
+    """One row per plan, with its other virtual stages; below a width of `WIDE` the layout is one column."""
+    wide, narrow = width >= WIDE, width < NARROW
     gpus = ("GPUs",) if len({plan.job.cluster.gpus for plan in plans}) > 1 else ()
     mfu = ("MFU",) if all(knows_peak(plan.job) for plan in plans) else ()
     fit = ("fits",) if all(plan.estimate.range is not None for plan in plans) else ()
-    degrees = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute")
-    layout = ("layout",) if narrow else degrees
+    layout = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute") if wide else ("layout",)
     grid = table(
         "Layouts, best first",
         *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",)), *fit),
         left=("layout", "schedule", "recompute"),
-        no_wrap=not narrow,
     )
-    for position, plan in enumerate(plans, start=1):
-        x, e = plan.layout, plan.estimate
-        zero = f"{x.zero}" + (f"/{x.zero_shards}" if x.zero_shards else "") + ("k" if x.keep_gathered else "")
-        schedule = x.schedule + (f"·v{x.virtual_stages}" if x.virtual_stages > 1 else "") if x.pp > 1 else "–"
-        cp = f"{x.cp} {x.context_parallel}" if x.cp > 1 else "1"
-        recompute = x.recompute + (f", {x.offload} offload" if x.offload != "none" else "")
-        cells = (x,) if narrow else (x.dp, x.tp, x.pp, cp, x.ep, zero, x.mbs, x.gas, schedule, recompute)
+    for position, (plan, others) in enumerate(zip(plans, variants or ((),) * len(plans), strict=True), start=1):
+        e = plan.estimate
         grid.add_row(
             str(position),
             *([str(plan.job.cluster.gpus)] if gpus else []),
-            *map(str, cells),
+            *_layout_cells(plan.layout, wide, [one.layout.virtual_stages for one in others]),
             seconds(e.step_time_s),
             f"{e.tokens_per_s_per_gpu:,.0f}",
-            *([f"{e.mfu:.1%}"] if mfu else []),
+            *([f"{e.mfu_causal:.1%}"] if mfu else []),
             f"{e.peak_gib:,.1f}",
             *([] if narrow else [f"{e.headroom_gib:,.1f}"]),
             *([f"{e.range.fit_probability:.0%}"] if fit and e.range is not None else []),
         )
-    return compact(grid) if narrow else grid
+    return grid if wide else compact(grid)
+
+
+def _layout_cells(x: Layout, wide: bool, virtual_stages: list[int]) -> list[str]:
+    also = f" (or v{', v'.join(map(str, sorted(virtual_stages)))})" if virtual_stages else ""
+    if not wide:
+        return [f"{x}{also}"]
+    zero = f"{x.zero}" + (f"/{x.zero_shards}" if x.zero_shards else "") + ("k" if x.keep_gathered else "")
+    schedule = x.schedule + (f"·v{x.virtual_stages}" if x.virtual_stages > 1 else "") + also if x.pp > 1 else "–"
+    cp = f"{x.cp} {x.context_parallel}" if x.cp > 1 else "1"
+    ep = f"{x.ep} {x.dispatcher}" if x.ep > 1 else "1"
+    recompute = x.recompute + (f", {x.offload} offload" if x.offload != "none" else "")
+    return [str(cell) for cell in (x.dp, x.tp, x.pp, cp, ep, zero, x.mbs, x.gas, schedule, recompute)]
 
 
 def show_no_fit(console: Console, result: Result) -> None:
@@ -112,6 +158,11 @@ def show_no_fit(console: Console, result: Result) -> None:
     if no_fit.changes:
         console.print("What makes it fit, cheapest first:")
         bullets(console, [change.text for change in no_fit.changes])
+        if no_fit.lora_gib <= no_fit.capacity_gib:
+            console.print(
+                f"Low-rank adapters (LoRA, rank {LORA_RANK}) on frozen weights would need about {no_fit.lora_gib:,.1f} GiB; "
+                "`ultrascale train` has none: use PEFT"
+            )
     else:
         console.print("No single change that was tried makes it fit: try more GPUs and a shorter sequence together.")
 
@@ -122,11 +173,17 @@ def as_json(result: Result) -> dict[str, Any]:
     return {
         **picked(result, "evaluated", "fitting", "seconds", "notes"),
         "plans": [
-            {"gpus": one.job.cluster.gpus, **picked(one, "layout", "estimate", "reasons", "rejected")} for one in result.plans
+            {
+                "gpus": one.job.cluster.gpus,
+                **picked(one, "layout", "estimate", "reasons", "rejected"),
+                "variants": [variant._asdict() for variant in variants],
+            }
+            for one, variants in zip(result.plans, result.variants, strict=True)
         ],
+        "alternatives": [{"kind": kind, **picked(plan, "layout", "estimate")} for kind, plan in result.alternatives],
         "no_fit": no_fit
         and {
-            **picked(no_fit, "layout", "peak_gib", "capacity_gib"),
+            **picked(no_fit, "layout", "peak_gib", "capacity_gib", "lora_gib"),
             "changes": [{**picked(one, "text", "layout"), "peak_gib": one.estimate.peak_gib} for one in no_fit.changes],
         },
     }

@@ -11,6 +11,7 @@ from ultrascale.show.lines import NARROW, picked, table
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
+from ultrascale.specs.units import count
 
 MEASURED_ON = "kernels measured on"
 
@@ -19,14 +20,15 @@ def show_presets(console: Console, name: str | None) -> None:
     if name is not None:
         show_one(console, name)
         return
+    size = "{:,}".format if console.width >= NARROW else count
     columns = ("name", "parameters", "active", "layers", "hidden", "heads / kv", "ffn", "vocab", "experts")
     models = table("Models", *columns, no_wrap=console.width >= NARROW)
     for key, model in Model.presets().items():
         experts = f"{model.moe.experts} top {model.moe.top_k}" if model.moe else "–"
         models.add_row(
             key,
-            f"{model.parameters:,}",
-            f"{model.active_parameters:,}" if model.moe else "–",
+            size(model.parameters),
+            size(model.active_parameters) if model.moe else "–",
             str(model.layers),
             f"{model.hidden:,}",
             f"{model.heads} / {model.kv_heads}",

@@ -74,8 +74,8 @@ class Framework(BaseModel):
         description="what hides expert all-to-alls: weight gradients of the experts, and where that is faster rows whose "
         "experts are on their own rank; or another micro-batch (Megatron's 1F1B overlap, DualPipe)",
     )
-    dispatch: Literal["all-to-all", "node-wise"] = Field(
-        "all-to-all", description="node-wise: a token crosses to a node once, however many of its experts live there"
+    shared_expert_overlap: bool = Field(
+        True, description="shared experts are computed while tokens travel; Megatron-Core does so with its all-to-all alone"
     )
     routing: Literal["grouped", "dropless", "graphed", "capacity"] = Field(
         "grouped",

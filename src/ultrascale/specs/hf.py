@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ultrascale.specs.errors import SpecError, nearest
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
 Fields = dict[str, Any]
@@ -30,9 +30,11 @@ def fields_from_hf(config: Mapping[str, Any], name: str | None = None) -> Fields
     if family is None:
         raise SpecError(f"config.model_type is missing, so the family of the model is not told; {known}")
     if not isinstance(family, str) or family not in FAMILIES:
-        hint = nearest(family, FAMILIES) if isinstance(family, str) else known
-        advice = known if hint.startswith("known") else f"{hint} ({known})"
-        raise SpecError(f"config.model_type is {shown(family)}, which Ultrascale cannot read: {advice}")
+        # The nearest name is no advice here: another architecture computes something else.
+        raise SpecError(
+            f"config.model_type is {shown(family)}, which Ultrascale cannot read ({known}): to plan for its shape, describe it "
+            "in a model file, such as {name: mine, layers: 32, hidden: 4096, heads: 32, ffn: 14336, vocab: 128256}"
+        )
     origin = config.get("_name_or_path")
     title = name or (origin if isinstance(origin, str) and origin else family)
     return {"name": title, "source": f"HF config.json, model_type {family}", **FAMILIES[family].read(config)}

@@ -84,6 +84,11 @@ class Job(FrozenSpec):
     def peak_flops(self) -> float:
         return self.cluster.gpu.peak_tflops[self.precision] * 1e12
 
+    @property
+    def mfu_convention(self) -> str:
+        """What an MFU that is shown counts, and what it is a share of."""
+        return f"MFU: causal attention, of the {self.precision} peak of {self.peak_flops / 1e12:,.0f} TFLOP/s"
+
     def changed(self, **fields: object) -> Job:
         unknown = set(fields) - set(Job.model_fields)
         if unknown:

@@ -14,6 +14,7 @@ DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
 ContextParallel = Literal["allgather", "ring", "zigzag", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
+Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
 
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class Layout(FrozenSpec):
     gas: int = Field(1, ge=1, le=2**30, strict=True, description="micro-batches accumulated (or pipelined) in one step")
     recompute: Recompute = Field("none", description="activations computed again in backward")
     offload: Offload = Field("none", description="optimizer: its states and step on the host; parameters: those too")
+    dispatcher: Dispatcher = Field(
+        "alltoall",
+        description="how tokens reach experts on other ranks: NCCL's all-to-all; gathered by all; or by DeepEP's or HybridEP's "
+        "kernels, which send a token to each node once",
+    )
 
     @property
     def gpus(self) -> int:
@@ -92,6 +98,8 @@ class Layout(FrozenSpec):
             words.append(f"{self.offload} offload")
         if self.keep_gathered:
             words.append("keep gathered")
+        if self.ep > 1 and self.dispatcher != "alltoall":
+            words.append(self.dispatcher)
         return " ".join(words)
 
 

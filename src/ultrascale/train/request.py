@@ -181,8 +181,23 @@ def from_checkpoint(
         job, training, settings = job.changed(**last.job), last.training, last.checkpoint
     given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
     _continues(given, source)
+    notes.extend(_stretched(given.training, source))
+    given = replace(given, notes=tuple(notes))
     changed = _changed(given, source, allowed | set(last.changed if last is not None else ()), first, report)
     return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder, changed=changed)
+
+
+def _stretched(training: Training, source: Checkpoint) -> Iterator[str]:
+    """A note when another number of steps changes the learning rates that follow."""
+    from ultrascale.train.optimizer import learning_rate
+
+    before = source.training
+    rate, planned = learning_rate(training, source.step), learning_rate(before, source.step)
+    if training.steps != before.steps and rate != planned and training.lr == before.lr:
+        yield (
+            f"{training.steps:,} steps instead of {before.steps:,} change the learning rates to come: step {source.step + 1} "
+            f"has {rate:.3g}, not {planned:.3g}"
+        )
 
 
 def _inherited(source: Checkpoint, last: LastLaunch) -> Iterator[str]:

@@ -66,6 +66,8 @@ class PeakParts:
     """the same, its input gradients alone"""
     loss: MemoryPoint
     kept_loss: Array
+    other_chunk: Array
+    """the reduce-scatter input that FSDP holds for each other chunk of the rank"""
     slack: float
     """the allocator's, of temporary memory"""
 
@@ -92,7 +94,8 @@ class PeakParts:
         whole, split = self._on_top
         on_top = np.where(waiting.deferred > 0, split, whole)
         persistent = self._persistent + job.cluster.efficiency.context_gib * GIB
-        return np.asarray(persistent + (1 + self.slack) * self.live(waiting) + on_top)
+        others = (1 / waiting.one - 1) * self.other_chunk
+        return np.asarray(persistent + (1 + self.slack) * (self.live(waiting) + others) + on_top)
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,9 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         split_layer,
         loss,
         np.asarray(chunk.share.head * chunk.head.saved),
+        np.where(chunk.reduce_scatters & (columns.gas > columns.pp), gradient_bytes(job) * chunk.last_group, 0.0)
+        if traced
+        else np.zeros(len(columns)),
         job.cluster.efficiency.allocator_slack,
     )
 
@@ -230,6 +236,8 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     if model.moe is not None:
         routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
         sent = routed / columns.routed_cut(job.framework.transformer_engine)
+        gathered = wide * columns.ep / columns.routed_cut(job.framework.transformer_engine)
+        sent = np.where(columns.is_("dispatcher", "allgather"), gathered, sent)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
     if job.framework.expert_overlap == "microbatches":
         for count, moe, layer in chunk.layers:
@@ -381,7 +389,9 @@ class OtherChunks:
         each, begun = view.chunk_gradients(), actions.ended > 0
         there = _over_chunks(actions.over, each.over[chunks]) + _over_chunks(begun & ~actions.over, each.begun[chunks])
         own = steady.state.gradients[at]
-        scattered_there = _over_chunks(begun, scattered[chunks]) - np.where(actions.begun, scattered[at], 0.0)
+        # A chunk's last backward of a step frees its last reduce-scatter input too.
+        held = begun & ~actions.over
+        scattered_there = _over_chunks(held, scattered[chunks]) - np.where(actions.begun, scattered[at], 0.0)
         scattered_rest = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
         return cls(there - np.where(actions.begun, own, 0.0), scattered_there - np.where(actions.begun, scattered_rest, 0.0))
 

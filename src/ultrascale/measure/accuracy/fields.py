@@ -186,8 +186,6 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         kernel = "flash-2"  # an engine of plain attention's days that was given the kernel of its time
     if kernel is not None and not (kernel == "flash" and framework.attention.startswith("flash")):
         changes["attention"] = kernel
-    if dispatch := _dispatch(values, assumptions):
-        changes["dispatch"] = dispatch
     if flag(values, "expert_overlap"):
         changes["expert_overlap"] = "microbatches"
     if framework.routing == "dropless":
@@ -206,15 +204,15 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     return build(Framework, {**framework.model_dump(), **changes}, "framework")
 
 
-def _dispatch(values: Mapping[str, str], assumptions: list[str]) -> str | None:
-    """How tokens reach their experts: the row's own word, or by the release; else as the engine does by default."""
-    if values.get("dispatch"):
-        return values["dispatch"]
+def dispatcher_of(values: Mapping[str, str], assumptions: list[str]) -> str:
+    """How tokens reach their experts: the row's own word, or by the release; else by NCCL's all-to-all."""
+    if values.get("dispatcher"):
+        return values["dispatcher"]
     release = re.search(r"megatron-bridge (?:20)?(\d\d)", values.get("system", "").lower())
     if release is None or int(release[1]) < 26 or values.get("ep", "") in ("", "1"):
-        return None
-    assumptions.append("tokens go to experts by HybridEP")  # most recipes from 26.02 on; none before
-    return "node-wise"
+        return "alltoall"
+    assumptions.append("dispatcher hybridep")  # most recipes from 26.02 on; none before
+    return "hybridep"
 
 
 def prints_gigabytes(values: Mapping[str, str]) -> bool:

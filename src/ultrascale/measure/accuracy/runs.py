@@ -13,6 +13,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.fields import (
     UnmodelledRowError,
+    dispatcher_of,
     flag,
     framework_of,
     gpu_kind,
@@ -40,7 +41,7 @@ COLUMNS = (
     "gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "ep", "zero_stage", "micro_batch", "grad_accum",
     "global_batch_seqs", "recompute", "precision", "attention_impl", "compile", "tokens_per_s_per_gpu", "tflops_per_gpu",
     "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
-    "zero_shards", "node_network_gbps", "dispatch", "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
+    "zero_shards", "node_network_gbps", "dispatcher", "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
     "stage_split", "grad_accum_fusion", "unmodelled",
 )  # fmt: skip
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
@@ -173,6 +174,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         "zero": _zero(values, degrees, framework, assumptions),
         "zero_shards": whole(values, "zero_shards"),
         "recompute": recompute or "none",
+        "dispatcher": dispatcher_of(values, assumptions),
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
     }

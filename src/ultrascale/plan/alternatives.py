@@ -1,0 +1,69 @@
+"""Layouts of another kind than the fastest: less memory, fewer techniques, no pipeline parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ultrascale.cost.columns import NAMES, Array, LayoutColumns, encode
+from ultrascale.cost.table import Table
+from ultrascale.schedules import DEFAULT_SCHEDULE
+from ultrascale.specs.layout import Layout
+
+LEANEST_WITHIN = 1.10  # of the fastest step
+SIMPLEST_WITHIN = 1.03
+
+
+@dataclass
+class AlternativeLayouts:
+    """Of every table of a search: the fastest of each number of techniques, the Pareto front of time and memory, and the
+    fastest without pipeline parallelism. Times are those of the closed forms.
+    """
+
+    _rows: list[LayoutColumns] = field(default_factory=list)
+    _step_s: list[Array] = field(default_factory=list)
+    _peak_bytes: list[Array] = field(default_factory=list)
+    fastest_s: float = np.inf
+
+    def add(self, cells: Table) -> None:
+        self.fastest_s = min(self.fastest_s, float(cells.step_s.min(initial=np.inf)))
+        if not np.isfinite(self.fastest_s):
+            return
+        core, variant = np.nonzero(cells.step_s <= LEANEST_WITHIN * self.fastest_s)
+        if len(cells.cores) and cells.cores.pp[0] == 1 and np.isfinite(cells.step_s).any():
+            best = np.unravel_index(int(np.argmin(cells.step_s)), cells.step_s.shape)
+            core, variant = np.append(core, best[0]), np.append(variant, best[1])
+        order = np.argsort(cells.step_s[core, variant], kind="stable")
+        core, variant = core[order], variant[order]
+        rows, peak = cells.layouts(core, variant), cells.peak_bytes[core, variant]
+        _, fastest_of_number = np.unique(techniques(rows), return_index=True)
+        leaner = np.flatnonzero(peak < np.concatenate([[np.inf], np.minimum.accumulate(peak)[:-1]]))
+        kept = np.union1d(np.union1d(fastest_of_number, leaner), np.flatnonzero(rows.pp == 1)[:1])
+        self._rows.append(rows.take(kept))
+        self._step_s.append(cells.step_s[core, variant][kept])
+        self._peak_bytes.append(peak[kept])
+
+    def layouts(self) -> dict[str, Layout]:
+        """By kind; a kind that no layout has is left out."""
+        if not self._rows:
+            return {}
+        rows = LayoutColumns.from_mapping(
+            {name: np.concatenate([getattr(part, name) for part in self._rows]) for name in NAMES}
+        )
+        step_s, peak = np.concatenate(self._step_s), np.concatenate(self._peak_bytes)
+        slower = step_s / self.fastest_s
+        kinds = {
+            "least memory": np.where(slower <= LEANEST_WITHIN, peak, np.inf),
+            "simplest": np.where(slower <= SIMPLEST_WITHIN, techniques(rows) + slower / 1e3, np.inf),
+            "no pipeline": np.where(rows.pp == 1, step_s, np.inf),
+        }
+        return {kind: rows.layout(int(np.argmin(score))) for kind, score in kinds.items() if np.isfinite(score).any()}
+
+
+def techniques(rows: LayoutColumns) -> Array:
+    """How many techniques a layout uses beside plain data parallelism."""
+    used = [getattr(rows, axis) > 1 for axis in ("tp", "pp", "cp", "ep", "virtual_stages")]
+    used += [rows.zero > 0, rows.zero == 3, rows.shards < rows.data_ranks, rows.recompute > 0, rows.offload > 0]
+    used += [(rows.pp > 1) & (rows.schedule != encode("schedule", DEFAULT_SCHEDULE)), (rows.ep > 1) & (rows.dispatcher > 0)]
+    return np.asarray(np.sum(used, axis=0))
