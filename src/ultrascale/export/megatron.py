@@ -5,16 +5,19 @@ Any such script is read; none is run.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ultrascale.export import header, shell
 from ultrascale.export import table as row
 from ultrascale.export.common import EngineFormat, File, quoted
 from ultrascale.export.fields import Fields
-from ultrascale.export.table import PlanFields, Setting, SettingsReader
+from ultrascale.export.table import OtherSettings, PlanFields, Setting, SettingsReader, World
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import mapping_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import RopeScaling
@@ -38,6 +41,9 @@ _PRECISIONS: row.Cases = {
     "fp16": {"--fp16": True},
 }
 _NODES, _GPUS = "nodes", "gpus_per_node"  # of the launcher
+ARGUMENTS = "MODEL_ARGS"  # the arguments in a model_config.yaml of its functional tests
+_TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # where no argument says it
+_TOKENS_IN_NAME = re.compile(r"(?<!\d)(\d{2,3})k(?![a-z\d])")
 _INTERPOLATION = "--rotary-seq-len-interpolation-factor"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?")
 _SBATCH = re.compile(r"^#SBATCH\s+--?([\w-]+)[= ]\s*(\S+)", re.MULTILINE)
@@ -62,16 +68,20 @@ def _positions(s: SettingsReader) -> str:
 
 def _vocabulary(s: SettingsReader) -> Any:
     """Padded as Megatron pads it."""
-    kind = s.value("--tokenizer-type")
+    kind = s.value("--tokenizer-type", "GPT2BPETokenizer" if "--merge-file" in s else None)
+    named = _TOKENS_IN_NAME.search(str(s.value("--tokenizer-model", "")).rpartition("/")[2])
     if "--padded-vocab-size" in s:
         return s.whole("--padded-vocab-size")
     if "--vocab-size" in s:
         size = s.whole("--vocab-size") + (1 if kind == "NullTokenizer" else 0)
-    elif kind == "GPT2BPETokenizer":
-        size = 50257
-        s.notes.append("GPT2BPETokenizer: its 50,257 tokens are assumed")
     elif s.world.vocab is not None:
         return s.world.vocab
+    elif kind in _TOKENS:
+        size = _TOKENS[kind]
+        s.notes.append(f"{kind}: its {size:,} tokens are assumed")
+    elif named is not None:
+        size = 1000 * int(named[1])
+        s.notes.append(f"the tokenizer's name says {named[0]}: {size:,} tokens are assumed")
     else:
         raise SpecError(f"{s.where} does not say how many tokens there are: add --vocab-size 128256, or import with --model")
     step = s.whole("--make-vocab-size-divisible-by", 128) * s["layout.tp"]
@@ -298,7 +308,8 @@ def _read_virtual(s: SettingsReader) -> Any:
 
 
 def _read_schedule(s: SettingsReader) -> str:
-    return next(spec.name for spec in _SCHEDULES if spec.takes(s["layout.virtual_stages"]))
+    named = next(spec.name for spec in _SCHEDULES if spec.takes(s["layout.virtual_stages"]))
+    return s.filled_schedule(named) if s["layout.pp"] > 1 else named
 
 
 def _stages(layout: str) -> int:
@@ -316,7 +327,24 @@ def _recompute(s: SettingsReader) -> str:
     grain = s.word("--recompute-granularity", {"full": "full", "selective": "selective", "none": "none"}, "none")
     if grain == "full" and s.value("--recompute-method") == "block":
         s.notes.append("--recompute-method block recomputes some layers of a stage; it is read as all of them")
+    if s.flag("--checkpoint-activations") or "--activations-checkpoint-method" in s:  # until 3.0
+        return "full"
     return "selective" if grain == "none" and s.flag("--recompute-activations") else str(grain)
+
+
+def _needed_gpus(s: SettingsReader) -> int:
+    """The least GPUs of this layout: those of one replica, and those over which experts are spread."""
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    tp, pp, cp = (s.whole(key, 1) for key in sizes)
+    experts = s.whole("--expert-model-parallel-size", 1) * s.whole("--expert-tensor-parallel-size", tp)
+    return math.lcm(tp * pp * cp, pp * experts if s.whole("--num-experts", 0, least=0) else 1)
+
+
+def _data_ranks(s: SettingsReader) -> int:
+    started = (s.value(_NODES) or 1) * (s.value(_GPUS) or 0)
+    if started and s.world.gpus is not None and started < _needed_gpus(s) <= s.world.gpus:
+        s.notes.append(f"the script starts {started} processes, too few for its layout: {s.world.gpus} GPUs are counted")
+    return s.data_parallel(s["layout.tp"] * s["layout.pp"] * s["layout.cp"])
 
 
 def _overlaps(p: PlanFields) -> bool:
@@ -354,7 +382,7 @@ _CUT = (
     row.whole("--tensor-model-parallel-size", "layout.tp", 1),
     row.whole("--pipeline-model-parallel-size", "layout.pp", 1),
     row.whole("--context-parallel-size", "layout.cp", 1),
-    Setting(path="layout.dp", read=lambda s: s.data_parallel(s["layout.tp"] * s["layout.pp"] * s["layout.cp"])),
+    Setting(path="layout.dp", read=_data_ranks),
     row.flag("--sequence-parallel", "layout.sequence_parallel", when=row.above_one("layout.tp")),
     row.word("--cp-comm-type", "layout.context_parallel", _CONTEXT, "p2p", when=row.above_one("layout.cp")),
     row.whole("--expert-model-parallel-size", "layout.ep", 1, written=_experts),
@@ -412,8 +440,21 @@ def _loss(p: PlanFields) -> dict[str, Any] | None:
 
 
 def _read_loss(s: SettingsReader) -> str:
-    fused = s.value("--cross-entropy-fusion-impl", "native") == "te" and s.flag("--cross-entropy-loss-fusion")
+    fused = s.flag("--cross-entropy-loss-fusion") and s.value("--cross-entropy-fusion-impl", "native") == "te"
     return "overwritten" if fused else "in-place"
+
+
+def _framework(field: str, value: Any) -> Callable[[PlanFields], bool]:
+    """Whether a plan for Megatron-LM has this value of a field of its framework."""
+    return lambda p: p.job.framework.engine == "megatron" and getattr(p.job.framework, field) == value
+
+
+def _read_fp8_gather(s: SettingsReader) -> bool | None:
+    if not s.flag("--fp8-param-gather"):
+        return None
+    if s["layout.zero"] in (1, 2):
+        s.notes.append("--fp8-param-gather is counted with ZeRO-3 alone")
+    return True
 
 
 # What the estimate assumes of Megatron-LM, and the options that switch it on.
@@ -426,6 +467,37 @@ _FRAMEWORK = (
         lambda s: s.flag("--tp-comm-overlap") if s["layout.tp"] > 1 else None,
     ),
     Setting(path="framework.loss", write=_loss, read=_read_loss),
+    Setting("--fp8-param-gather", "framework.fp8_gather", _framework("fp8_gather", True), _read_fp8_gather),
+    Setting(
+        "--no-gradient-accumulation-fusion",
+        "framework.accumulation",
+        _framework("accumulation", "separate"),
+        # Megatron-FSDP asks for it, and accumulates in its own way.
+        lambda s: "separate" if s.flag("--no-gradient-accumulation-fusion") and not s.flag("--use-megatron-fsdp") else None,
+    ),
+    Setting(
+        "--account-for-loss-in-pipeline-split",
+        "framework.stage_split",
+        _framework("stage_split", "layers-and-head"),
+        lambda s: "layers-and-head" if s.flag("--account-for-loss-in-pipeline-split") else None,
+    ),
+    Setting(
+        "--overlap-moe-expert-parallel-comm",
+        "framework.expert_overlap",
+        _framework("expert_overlap", "microbatches"),
+        lambda s: "microbatches" if s.flag("--overlap-moe-expert-parallel-comm") else None,
+    ),
+    Setting(
+        "--moe-enable-deepep",
+        "framework.dispatch",
+        _framework("dispatch", "node-wise"),
+        lambda s: "node-wise" if s.flag("--moe-enable-deepep") else None,
+    ),
+    Setting(path="framework.routing", read=lambda s: "capacity" if "--moe-expert-capacity-factor" in s else None),
+    Setting(
+        path="framework.transformer_engine",
+        read=lambda s: s.word("--transformer-impl", {"transformer_engine": None, "local": False}, "transformer_engine"),
+    ),
 )
 
 
@@ -433,7 +505,8 @@ def _precision(s: SettingsReader) -> str:
     bf16, fp16 = s.flag("--bf16"), s.flag("--fp16")
     if bf16 and fp16:
         raise SpecError(f"{s.where} asks for --bf16 and --fp16 at once: keep one")
-    return "fp8" if "--fp8-format" in s else "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    eight = "--fp8-format" in s or s.flag("--fp8-hybrid") or s.flag("--fp8-e4m3")
+    return "fp8" if eight else "bf16" if bf16 else "fp16" if fp16 else "fp32"
 
 
 def _optimizer(p: PlanFields) -> dict[str, Any]:
@@ -484,6 +557,8 @@ def _steps(s: SettingsReader) -> int | None:
 
 def _accumulation(s: SettingsReader) -> int:
     dp, mbs = s["layout.dp"], s["layout.mbs"]
+    if "--rampup-batch-size" in s:
+        s.notes.append("--rampup-batch-size: the batch is counted at its full size")
     return s.accumulation(s.whole("--global-batch-size", dp * mbs), dp, mbs, "--global-batch-size")
 
 
@@ -534,24 +609,47 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str
 
 def parse(text: str, where: str) -> dict[str, Any]:
     """The arguments after pretrain_gpt.py, and under names of their own what the launcher says before it."""
-    commands = shell.commands(text, where)
-    scripts = ((words, [at for at, word in enumerate(words) if word.endswith(".py")]) for words in commands)
-    starts = [(words, places[0]) for words, places in scripts if places]
-    named = [(words, at) for words, at in starts if "--micro-batch-size" in shell.options(words[at:])]
-    if not named:
+    if where.endswith((".yaml", ".yml")):
+        return _parse_yaml(text, where)
+    renamed = OtherSettings.of("megatron").renamed
+    starts = []
+    for words in shell.commands(text, where):
+        at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+        if at is not None:
+            options = shell.options(words[at:])
+            if "--micro-batch-size" in {renamed.get(name, name) for name in options}:
+                starts.append((shell.options(words[:at]), options))
+    if not starts:
         raise SpecError(
             f"{where} starts no training of Megatron-LM: expected pretrain_gpt.py with --micro-batch-size and so on"
         )
-    words, at = named[-1]
-    before, batch = shell.options(words[:at]), dict(_SBATCH.findall(text))
+    (before, options), batch = starts[-1], dict(_SBATCH.findall(text))
     nodes = before.get("--nnodes") or batch.get("nodes") or batch.get("N")
-    each = before.get("--nproc-per-node") or batch.get("gpus-per-node") or batch.get("ntasks-per-node") or batch.get("gres")
-    return {**shell.options(words[at:]), _NODES: _count(nodes), _GPUS: _count(each)}
+    each = before.get("--nproc-per-node") or batch.get("gpus-per-node") or batch.get("gres") or batch.get("ntasks-per-node")
+    return {**options, _NODES: _count(nodes), _GPUS: _count(each)}
+
+
+def _parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """A model_config.yaml of Megatron-LM's functional tests."""
+    given = mapping_of(text, where, "YAML").get(ARGUMENTS)
+    if not isinstance(given, Mapping):
+        raise SpecError(f"{where}: {ARGUMENTS} must be a mapping of arguments, such as --num-layers: 32")
+    options = {f"--{str(name).removeprefix('--').replace('_', '-')}": value for name, value in given.items()}
+    return {**options, _NODES: None, _GPUS: None}
 
 
 def _count(value: Any) -> int | None:
     digits = re.fullmatch(r"(?:gpu:(?:\w+:)?)?(\d{1,6})", value) if isinstance(value, str) else None
     return int(digits[1]) if digits and int(digits[1]) else None
+
+
+def _world(script: Any, where: str) -> tuple[int, int] | None:
+    """As many nodes as the script starts, or as its layout needs if those are more."""
+    nodes, each = script[_NODES] or 1, script[_GPUS]
+    if not each:
+        return None
+    needed = _needed_gpus(SettingsReader((), script, where, World(), OtherSettings.of("megatron")))
+    return (needed // each, each) if needed > nodes * each and needed % each == 0 else (nodes, each)
 
 
 _SCALING = "Megatron-LM has Llama 3's scaling of a context of 8192, and linear interpolation by whole factors"
@@ -584,13 +682,9 @@ ENGINE = EngineFormat(
     passed=(
         *(_NODES, _GPUS),
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
-        *("--no-gradient-accumulation-fusion", "--fp8-recipe", "--exp-avg-sq-dtype"),
+        *("--fp8-recipe", "--exp-avg-sq-dtype", "--sequence-parallel", "--cp-comm-type"),
         *("--accumulate-allreduce-grads-in-fp32", "--use-precision-aware-optimizer"),
         *("--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-router-bias-update-rate"),
     ),
-    also_known=(
-        *("--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--weight-decay", "--clip-grad", "--data-path"),
-        *("--tokenizer-model", "--save", "--load", "--save-interval", "--log-interval", "--eval-interval", "--split"),
-    ),
-    world=lambda script, where: (script[_NODES] or 1, script[_GPUS]) if script[_GPUS] else None,
+    world=_world,
 )
