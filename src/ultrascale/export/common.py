@@ -45,8 +45,12 @@ class EngineFormat:
     """of the settings and the lines for the header"""
     parse: Callable[[str, str], Mapping[str, Any]]
     """the settings, of a text and the name of its file"""
-    next_command: Callable[[str, Job], str]
-    """the command that starts it, of the quoted folder"""
+    start: str
+    """the command that starts it on a node: `{torchrun}` with its own words, `{machine}` for a node's, `{folder}`"""
+    needs: str
+    """what must be there besides, for the person who starts it"""
+    environment: str = ""
+    """variables before that command"""
     program: tuple[str, ...] = ()
     """fields that no setting gives, since the user's program does"""
     passed: tuple[str, ...] = ()
@@ -57,6 +61,10 @@ class EngineFormat:
     """notes on what no file of this engine says"""
     world: Callable[[Any, str], tuple[int, int] | None] = field(default=lambda settings, where: None)
     """nodes and GPUs in each, where the settings say them"""
+
+    def next_command(self, folder: str, job: Job) -> str:
+        """The command that comes after an export, of the quoted folder."""
+        return self.environment + self.start.format(torchrun=torchrun(job), machine="", folder=folder)
 
     def settings(self, job: Job, layout: Layout) -> dict[str, Any]:
         return written(self.table, job, layout)

@@ -211,5 +211,6 @@ ENGINE = EngineFormat(
     files=files,
     parse=lambda text, where: mapping_of(text, where, "JSON"),
     program=("model", "job.seq"),
-    next_command=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
+    start="{torchrun} train.py --deepspeed_config {folder}/ds_config.json",
+    needs="DeepSpeed must be installed there, and your train.py be in the working directory.",
 )

@@ -678,7 +678,9 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=parse,
-    next_command=lambda folder, job: f"MEGATRON_LM=/path/to/Megatron-LM bash {folder}/run.sh",
+    start="bash {folder}/run.sh",
+    environment="MEGATRON_LM=/path/to/Megatron-LM ",
+    needs="Megatron-LM must be there, in the working directory or where MEGATRON_LM says.",
     passed=(
         *(_NODES, _GPUS),
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),

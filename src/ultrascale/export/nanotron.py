@@ -6,7 +6,7 @@ from typing import Any
 
 from ultrascale.export import header
 from ultrascale.export import table as row
-from ultrascale.export.common import EngineFormat, File, torchrun
+from ultrascale.export.common import EngineFormat, File
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.files import mapping_of, to_yaml
@@ -203,5 +203,6 @@ ENGINE = EngineFormat(
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
     passed=("model.ddp_bucket_cap_mb", "optimizer.optimizer_factory.torch_adam_is_fused", f"{_EXPERTS}token_dispatcher_type"),
-    next_command=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
+    start="{torchrun} run_train.py --config-file {folder}/config.yaml",
+    needs="nanotron must be installed there, and its run_train.py be in the working directory.",
 )

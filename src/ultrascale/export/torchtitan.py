@@ -5,7 +5,7 @@ from __future__ import annotations
 from ultrascale.cost.engines import torchtitan_stages
 from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
-from ultrascale.export.common import EngineFormat, torchrun
+from ultrascale.export.common import EngineFormat
 from ultrascale.export.fields import Fields, model_fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
@@ -276,6 +276,7 @@ _PASSED = (
     f"{_CUT}expert_tensor_parallel_degree",
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
+_NEEDS = "torchtitan must be installed there, and its tokenizer be where the configuration says."
 
 TOML = EngineFormat(
     name="torchtitan",
@@ -286,7 +287,8 @@ TOML = EngineFormat(
     lost={**_LOST, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
     files=text.toml_files,
     parse=text.parse_toml,
-    next_command=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
+    start="{torchrun} -m torchtitan.train --job.config_file {folder}/config.toml",
+    needs=_NEEDS,
     passed=_PASSED,
     debug_model=_debug_model,
 )
@@ -300,10 +302,8 @@ CURRENT = EngineFormat(
     lost=_LOST,
     files=text.python_files,
     parse=text.parse_python,
-    next_command=lambda folder, job: (
-        f"PYTHONPATH={folder} {torchrun(job)} -m torchtitan.train "
-        f"--module {text.MODULE.removesuffix('.py')} --config {text.FUNCTION}"
-    ),
+    start=f"PYTHONPATH={{folder}} {{torchrun}} -m torchtitan.train --module {text.MODULE[:-3]} --config {text.FUNCTION}",
+    needs=_NEEDS,
     passed=_PASSED,
     debug_model=_debug_model,
 )
