@@ -36,7 +36,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Program:
+class NodeProgram:
     """What a launcher starts on each node."""
 
     files: tuple[File, ...]
@@ -55,7 +55,7 @@ class Program:
         return f"ultrascale-{self.run}"[:LONGEST_NAME].rstrip("-")
 
 
-def own_program(plan: Plan) -> Program:
+def own_program(plan: Plan) -> NodeProgram:
     run, cluster = name_of(plan.job.model.name), plan.job.cluster
     many = cluster.nodes > 1
     where = (
@@ -74,10 +74,10 @@ def own_program(plan: Plan) -> Program:
     script = _filled("torchrun.sh", {**_shape(plan), "where": where, "start": start})
     whole = File("plan.yaml", HEADER + to_yaml(plan.to_mapping()))
     needs = "ultrascale must be installed there, with its extra `train`."
-    return Program((whole,), File("torchrun.sh", script), run, needs, "ultrascale:latest", own=True)
+    return NodeProgram((whole,), File("torchrun.sh", script), run, needs, "ultrascale:latest", own=True)
 
 
-def engine_program(plan: Plan, engine: EngineFormat, files: Sequence[File]) -> Program:
+def engine_program(plan: Plan, engine: EngineFormat, files: Sequence[File]) -> NodeProgram:
     cluster = plan.job.cluster
     torchrun = (
         f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} \\\n"
@@ -89,10 +89,10 @@ def engine_program(plan: Plan, engine: EngineFormat, files: Sequence[File]) -> P
     words = {**_shape(plan), "title": engine.title, "where": where, "needs": engine.needs, "port": PORT, "start": start}
     script = File("node.sh", _filled("node.sh", words))
     run = name_of(f"{plan.job.model.name}-{engine.name}")
-    return Program(tuple(files), script, run, engine.needs, f"{engine.name}:latest", own=False)
+    return NodeProgram(tuple(files), script, run, engine.needs, f"{engine.name}:latest", own=False)
 
 
-def launcher_files(plan: Plan, program: Program, launcher: str, image: str | None) -> tuple[list[File], str]:
+def launcher_files(plan: Plan, program: NodeProgram, launcher: str, image: str | None) -> tuple[list[File], str]:
     """All files of a job, and the command that starts it, of the quoted folder."""
     spec = table()[launcher]
     image = program.image if image is None else image
@@ -114,7 +114,7 @@ def _shape(plan: Plan) -> dict[str, Any]:
     return {"layout": str(plan.layout), "nodes": cluster.nodes, "each": cluster.gpus_per_node}
 
 
-def _words(plan: Plan, program: Program, spec: Mapping[str, Any], image: str) -> dict[str, Any]:
+def _words(plan: Plan, program: NodeProgram, spec: Mapping[str, Any], image: str) -> dict[str, Any]:
     """The words of every template; a line with a word that is None is left out."""
     cluster = plan.job.cluster
     each, kind = cluster.gpus_per_node, cluster.gpu.name
@@ -172,7 +172,7 @@ def _filled(template: str, words: Mapping[str, Any]) -> str:
     return "".join(f"{_WORD.sub(lambda word: str(words[word[1]]), line)}".rstrip() + "\n" for line in lines)
 
 
-def _kubernetes_files(plan: Plan, program: Program, words: Mapping[str, Any]) -> list[File]:
+def _kubernetes_files(plan: Plan, program: NodeProgram, words: Mapping[str, Any]) -> list[File]:
     whole = File("plan.yaml", HEADER + to_yaml({**plan.to_mapping(), "rejected": []}))
     files = (whole,) if program.own else (*program.files, program.script)
     if sum(len(file.text.encode()) for file in files) > LARGEST_PLAN:
@@ -201,7 +201,7 @@ def _indented(text: str) -> str:
     return "".join(f"    {line}\n" if line else "\n" for line in text.splitlines())
 
 
-def _manifests(plan: Plan, program: Program, words: Mapping[str, Any], files: Sequence[File]) -> dict[str, Any]:
+def _manifests(plan: Plan, program: NodeProgram, words: Mapping[str, Any], files: Sequence[File]) -> dict[str, Any]:
     """kubernetes.yaml with the words of this job."""
     nodes, each, kind = words["nodes"], words["each"], plan.job.cluster.gpu.name
     # Pods of a JobSet are called <set>-<job>-<number of the job>-<number of the pod>.<set>.

@@ -46,8 +46,8 @@ def _vocabulary(s: SettingsReader) -> Any:
         size = s.whole("--vocab-size") + (1 if kind == "NullTokenizer" else 0)
     elif s.world.vocab is not None:
         return s.world.vocab
-    elif kind in _TOKENS:
-        size = _TOKENS[kind]
+    elif str(kind) in _TOKENS:
+        size = _TOKENS[str(kind)]
         s.notes.append(f"{kind}: its {size:,} tokens are assumed")
     elif named is not None:
         size = 1000 * int(named[1])

@@ -6,6 +6,7 @@ import ast
 import operator
 import re
 import shlex
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -164,7 +165,9 @@ class Variables:
         if (choice := re.fullmatch(r"([^?]*)\?([^?:]*):([^?:]*)", known)) is not None:
             known = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
         try:
-            return _value(ast.parse(known.strip(), mode="eval").body)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Python, on digits that run into letters
+                return _value(ast.parse(known.strip(), mode="eval").body)
         except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
             return None
 

@@ -184,7 +184,7 @@ def _recompute(s: SettingsReader) -> str:
 
 def _read_compile(s: SettingsReader) -> str | None:
     components = s.value("compile.components", ["model"])
-    return None if s.flag("compile.enable") and "model" in components else _EAGER
+    return None if s.flag("compile.enable") and "model" in str(components) else _EAGER
 
 
 def _read_async(s: SettingsReader) -> None:
