@@ -87,7 +87,7 @@ def test_torchtitan_0_2_loads_its_toml(tmp_path: Path) -> None:
     if not beside.exists():
         pytest.skip(f"torchtitan 0.2 is not in {beside}: `make test-slow` puts it there")
     plans = [plan_of(name) for name in NAMES]
-    files = [exported(plan, "torchtitan", tmp_path / str(number)) / "config.toml" for number, plan in enumerate(plans)]
+    files = [exported(plan, "torchtitan", tmp_path / str(at), "toml") / "config.toml" for at, plan in enumerate(plans)]
     program = Path(__file__).with_name("torchtitan_0_2.py")
     done = subprocess.run(
         [sys.executable, program, *files], env={**os.environ, "PYTHONPATH": str(beside)}, capture_output=True, text=True

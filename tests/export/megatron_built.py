@@ -23,6 +23,7 @@ _UNFUSED = (
     "apply_rope_fusion",
     "bias_activation_fusion",
     "bias_dropout_fusion",
+    "cross_entropy_loss_fusion",
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
 )

@@ -84,12 +84,12 @@ def planned(job: Job, layout: Layout) -> Plan:
     return Plan(job=job, layout=layout, estimate=estimate(job, layout))
 
 
-def exported(plan: Plan, to: str, folder: Path) -> Path:
+def exported(plan: Plan, to: str, folder: Path, style: str | None = None) -> Path:
     """The folder that `ultrascale export` writes."""
     if to in targets.LAUNCHERS:
         files, _ = targets.launcher_files(plan, to, None, str(folder))
     else:
-        files = targets.engine_files(plan, to, None, str(folder)).files
+        files = targets.engine_files(plan, to, style, str(folder)).files
     write.into(folder, files, force=False)
     return folder
 

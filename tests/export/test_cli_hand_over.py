@@ -73,6 +73,16 @@ def test_an_engine_that_cannot_run_the_plan_gets_no_file(run, plan: Path) -> Non
     assert json.loads(out)["plan"]["layout"]["schedule"] == "1f1b"
 
 
+def test_an_engine_is_exported_with_a_launcher(run, plan: Path) -> None:
+    code, out, _ = run("export", plan, "--to", "megatron", "--launcher", "slurm", "-o", "out")
+    assert code == 0
+    assert sorted(os.listdir("out")) == ["job.sbatch", "node.sh", "run.sh"]
+    assert "Next: cd out && sbatch job.sbatch" in out
+    code, out, _ = run("export", plan, "--to", "nanotron", "--launcher", "slurm", "-o", "other")
+    assert code == 1
+    assert not os.path.exists("other")
+
+
 def test_import_prints_what_explain_prints_and_writes_a_plan(run, plan: Path) -> None:
     run("export", plan, "--to", "torchtitan", "-o", "out", "--allow-different")
     assert sorted(os.listdir("out")) == ["config.toml", "ultrascale_config.py"]
@@ -128,7 +138,11 @@ EXPORTS = [
     (["--to", ""], ["--to is ''", "torchtitan"]),
     (["--to", "slurm", "--style", "toml"], ["--style is for torchtitan"]),
     (["--to", "torchtitan", "--style", "tml"], ["--style is 'tml'", "did you mean 'toml'?"]),
-    (["--to", "slurm", "--image", "mine:1"], ["--image is for kubernetes"]),
+    (["--to", "slurm", "--image", "mine:1"], ["--image is for launchers of containers (kubernetes, skypilot, dstack)"]),
+    (["--to", "megatron", "--image", "mine:1"], ["--image is for launchers of containers", "megatron starts none"]),
+    (["--to", "slurm", "--launcher", "ray"], ["--launcher is for another engine's files; --to slurm starts ours"]),
+    (["--to", "megatron", "--launcher", "slrm"], ["--launcher is 'slrm'", "did you mean 'slurm'?"]),
+    (["--to", "dstack", "--image", 'a"b'], ["--image is", "container image"]),
     (["--to", "kubernetes", "--image", ""], ["--image is ''", "container image"]),
     (["--to", "kubernetes", "--image", "a b"], ["--image is 'a b'", "container image"]),
 ]
@@ -226,6 +240,18 @@ def test_a_report_is_a_file(run, plan: Path) -> None:
 def test_help_names_every_target(run) -> None:
     code, out, _ = run("export", "--help")
     assert code == 0
-    assert all(word in out for word in ("torchtitan", "megatron", "nanotron", "deepspeed", "accelerate", "slurm", "kubernetes"))
+    words = (
+        "torchtitan",
+        "megatron",
+        "nanotron",
+        "deepspeed",
+        "accelerate",
+        "slurm",
+        "kubernetes",
+        "skypilot",
+        "dstack",
+        "ray",
+    )
+    assert all(word in out for word in words)
     code, out, _ = run("import", "--help")
     assert "never run" in out

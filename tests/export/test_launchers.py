@@ -1,4 +1,4 @@
-"""Launchers for our own engine: what they say, that no name breaks out of them, and that they start a training."""
+"""Launchers: what they say, that no name breaks out of them, and that they start a training."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def test_slurm_requests_one_task_per_gpu(tmp_path: Path) -> None:
     script = (exported(plan_of("sharded"), "slurm", tmp_path) / "job.sbatch").read_text()
     options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--job-name=llama-3-1-8b"} <= set(options)
+    assert {"--cpus-per-task=8", "--signal=USR1@120", "--requeue"} <= set(options)
     assert Plan.load(tmp_path / "plan.yaml").layout == plan_of("sharded").layout
 
 
@@ -72,7 +73,7 @@ def test_kubernetes_files_contain_the_plan_and_its_size(tmp_path: Path) -> None:
     train = yaml.safe_load_all((folder / "trainjob.yaml").read_text())
     trainer = list(train)[1]["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
-    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "8"}, "requests": {"cpu": "64"}}
 
 
 # From the CRDs: trainer.kubeflow.org_trainjobs.yaml (v2.3) and jobset.x-k8s.io_jobsets.yaml, the fields that are used.

@@ -20,7 +20,8 @@ def export(
         typer.Option(
             "--to",
             help="Another engine: [cyan]torchtitan[/], [cyan]megatron[/], [cyan]nanotron[/], [cyan]deepspeed[/], "
-            "[cyan]accelerate[/]. A launcher for ours: [cyan]torchrun[/], [cyan]slurm[/], [cyan]kubernetes[/].",
+            "[cyan]accelerate[/]. A launcher for ours: [cyan]torchrun[/], [cyan]slurm[/], [cyan]kubernetes[/], "
+            "[cyan]skypilot[/], [cyan]dstack[/], [cyan]ray[/].",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into; new or empty.", metavar="OUT/")],
@@ -28,9 +29,15 @@ def export(
         str | None,
         typer.Option("--style", help="torchtitan: [cyan]toml[/] (0.2), [cyan]current[/] (0.3, Python) or [cyan]both[/]."),
     ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            "--launcher", help="A launcher for the other engine, one of those above; it goes beside the engine's files."
+        ),
+    ] = None,
     image: Annotated[
         str | None,
-        typer.Option("--image", help="kubernetes: the container image, with ultrascale in it. Default: ultrascale:latest."),
+        typer.Option("--image", help="The container image that a launcher starts. Default: the engine's name with :latest."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
     allow_different: Annotated[
@@ -41,6 +48,7 @@ def export(
     """Write a plan as another engine's own configuration, or as a launcher for ours.
 
     [dim]ultrascale export plan.yaml --to megatron -o out/[/]
+    [dim]ultrascale export plan.yaml --to megatron --launcher slurm -o out/[/]
     [dim]ultrascale export plan.yaml --to slurm -o job/ && cd job && sbatch job.sbatch[/]
 
     The file is read back as its engine reads it. If step time or memory differ from the plan by more than 2 %, the fields that
@@ -52,7 +60,7 @@ def export(
     from ultrascale.show import export as show
     from ultrascale.specs.plan import Plan
 
-    targets.check(to, style, image)
+    targets.check(to, style, launcher, image)
     plan = Plan.load(file)
     check(plan.job, plan.layout)  # the file may have been edited
     if to in targets.LAUNCHERS:
@@ -64,6 +72,8 @@ def export(
         exported = targets.EngineExport(files, [], follows, [])
     else:
         exported = targets.engine_files(plan, to, style, str(output))
+        if launcher is not None:
+            exported = targets.with_launcher(exported, plan, launcher, image, str(output))
     refused = not exported.same and not allow_different
     written = [] if refused else write.into(output, exported.files, force)
     if as_json:

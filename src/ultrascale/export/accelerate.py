@@ -169,8 +169,8 @@ ENGINE = EngineFormat(
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
     program=("model", "job.seq", "layout.mbs", "layout.gas", "job.optimizer", "job.gradients", "job.attention", "job.dropout"),
-    next_command=lambda folder, job: f"accelerate launch --config_file {folder}/config.yaml train.py",
-    passed=("num_machines", "compute_environment", "machine_rank", "main_training_function", "same_network", "debug"),
+    start="accelerate launch --config_file {folder}/config.yaml {machine}train.py",
+    needs="Accelerate must be installed there, and your train.py be in the working directory.",
     assumed=("an Accelerate file has no batch: micro-batch 1 without accumulation is assumed",),
     world=_world,
 )

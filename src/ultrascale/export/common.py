@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrascale.export.table import Setting, SettingsReader, World, written
+from ultrascale.export.table import OtherSettings, Setting, SettingsReader, World, written
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.hf_config import config_of, family_of
@@ -45,28 +45,36 @@ class EngineFormat:
     """of the settings and the lines for the header"""
     parse: Callable[[str, str], Mapping[str, Any]]
     """the settings, of a text and the name of its file"""
-    next_command: Callable[[str, Job], str]
-    """the command that starts it, of the quoted folder"""
+    start: str
+    """the command that starts it on a node: `{torchrun}` with its own words, `{machine}` for a node's, `{folder}`"""
+    needs: str
+    """what must be there besides, for the person who starts it"""
+    environment: str = ""
+    """variables before that command"""
     program: tuple[str, ...] = ()
     """fields that no setting gives, since the user's program does"""
     passed: tuple[str, ...] = ()
     """settings that say nothing about a plan"""
-    also_known: tuple[str, ...] = ()
-    """settings without a place in a plan that a misspelt one may mean"""
+    debug_model: Callable[[SettingsReader], Model | None] = field(default=lambda settings: None)
+    """the engine's own small model, where the settings name that; an export has it in the place of other models"""
     assumed: tuple[str, ...] = ()
     """notes on what no file of this engine says"""
     world: Callable[[Any, str], tuple[int, int] | None] = field(default=lambda settings, where: None)
     """nodes and GPUs in each, where the settings say them"""
+
+    def next_command(self, folder: str, job: Job) -> str:
+        """The command that comes after an export, of the quoted folder."""
+        return self.environment + self.start.format(torchrun=torchrun(job), machine="", folder=folder)
 
     def settings(self, job: Job, layout: Layout) -> dict[str, Any]:
         return written(self.table, job, layout)
 
     def read(self, settings: Mapping[str, Any], where: str, world: World) -> SettingsReader:
         """The fields and notes that settings give; `where` is the name of their file."""
-        found = SettingsReader(self.table, {name: one for name, one in settings.items() if name != OWN}, where, world)
+        own = {name: one for name, one in settings.items() if name != OWN}
+        found = SettingsReader(self.table, own, where, world, OtherSettings.of(self.name))
         found.read()
         found.passed(*self.passed)
-        found.also_known(*self.also_known)
         found.notes += [*self.assumed, *found.unread()]
         return found
 

@@ -72,9 +72,26 @@ def _zero_shards(s: SettingsReader) -> int | None:
 
 def _offload(s: SettingsReader) -> str:
     devices = {"cpu": True, "nvme": True, "none": False}
+    if "nvme" in (s.value(f"zero_optimization.offload_{what}.device") for what in ("param", "optimizer")):
+        s.notes.append("offload to nvme is counted as offload to the host's memory")
     parameters = s.word("zero_optimization.offload_param.device", devices, "none")
+    s.passed(*(f"zero_optimization.offload_{what}.pin_memory" for what in ("param", "optimizer")))
     optimizer = s.word("zero_optimization.offload_optimizer.device", devices, "none")
-    return "parameters" if parameters else "optimizer" if optimizer else "none"
+    old = "zero_optimization.cpu_offload"  # until 0.4
+    parameters = parameters or s.flag(f"{old}_params") or s.flag(f"{old}_param")
+    s.passed(old, f"{old}_use_pin_memory")
+    return "parameters" if parameters else "optimizer" if optimizer or s.flag(old) else "none"
+
+
+def _overlaps(p: PlanFields) -> bool:
+    return p.layout.zero > 0 and (p.job.framework.engine != "deepspeed" or p.job.framework.overlap > 0)
+
+
+def _read_overlap(s: SettingsReader) -> float | None:
+    """Without overlap_comm, which stage 3 alone has by default, ZeRO's communication is exposed."""
+    stage = s["layout.zero"]
+    hides = s.flag("zero_optimization.overlap_comm", stage == 3)
+    return None if hides or not stage else 0.0
 
 
 def _precision(s: SettingsReader) -> str:
@@ -127,8 +144,10 @@ TABLE = (
     Setting("gradient_clipping", write=lambda p: p.training.clip),
     row.whole("zero_optimization.stage", "layout.zero", 0, least=0),
     Setting(path="layout.zero_shards", read=_zero_shards),
-    Setting("zero_optimization.overlap_comm", write=lambda p: p.layout.zero > 0),
-    row.constant("zero_optimization.contiguous_gradients", True),
+    Setting("zero_optimization.overlap_comm", "framework.overlap", _overlaps, _read_overlap),
+    row.constant(
+        "zero_optimization.contiguous_gradients", True, read=lambda s: s.passed("zero_optimization.contiguous_gradients")
+    ),
     # Muon needs whole matrices.
     row.constant("zero_optimization.reduce_scatter", False, written=lambda p: p.layout.zero == 3 and p.job.optimizer == "muon"),
     row.constant("zero_optimization.offload_optimizer", _HOST, written=lambda p: p.layout.offload != "none"),
@@ -166,8 +185,6 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str
     return (File("ds_config.json", text), *hugging_face_config(job.model))
 
 
-_ZERO = ("reduce_scatter", "overlap_comm", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size")
-
 ENGINE = EngineFormat(
     name="deepspeed",
     title="DeepSpeed",
@@ -194,10 +211,6 @@ ENGINE = EngineFormat(
     files=files,
     parse=lambda text, where: mapping_of(text, where, "JSON"),
     program=("model", "job.seq"),
-    next_command=lambda folder, job: f"deepspeed train.py --deepspeed_config {folder}/ds_config.json",
-    also_known=(
-        *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "scheduler.type", "prescale_gradients"),
-        *("zero_allow_untested_optimizer", "zero_optimization.sub_group_size"),
-        *(f"zero_optimization.{name}" for name in _ZERO),
-    ),
+    start="{torchrun} train.py --deepspeed_config {folder}/ds_config.json",
+    needs="DeepSpeed must be installed there, and your train.py be in the working directory.",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from ultrascale.export import header
 from ultrascale.export import table as row
-from ultrascale.export.common import EngineFormat, File, torchrun
+from ultrascale.export.common import EngineFormat, File
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.files import mapping_of, to_yaml
@@ -21,6 +21,7 @@ _UNNAMED = next(name for name in SCHEDULES if REGISTRY[name].holds_all)
 _EXPERTS = f"{_MODEL}moe_config."
 # Llama 3's way gathers all keys and values (Grattafiori 2024, section 3.3.2), whatever nanotron's name for it.
 _GATHERS = "llama3_ring_attention"
+_ASYNC = "parallelism.tp_linear_async_communication"
 
 
 def _steps(p: PlanFields) -> int:
@@ -81,7 +82,16 @@ def _expert_layers(p: PlanFields) -> list[int]:
 
 def _schedule(s: SettingsReader) -> str:
     named = s.word("parallelism.pp_engine", SCHEDULES, _UNNAMED)
-    return str(named) if s["layout.pp"] > 1 else DEFAULT_SCHEDULE  # which engine is named says nothing without a pipeline
+    if s["layout.pp"] == 1:
+        return DEFAULT_SCHEDULE  # which engine is named says nothing without a pipeline
+    return s.filled_schedule(str(named))
+
+
+def _read_async(s: SettingsReader) -> None:
+    """nanotron was measured with it."""
+    if s["layout.sequence_parallel"] and s["layout.tp"] > 1 and not s.flag(_ASYNC):
+        s.notes.append(f"{_ASYNC} is off; tensor-parallel communication is counted as if it were on")
+    s.passed(_ASYNC)
 
 
 _experts = row.has("model.moe.experts")
@@ -148,7 +158,7 @@ TABLE = (
     row.whole("parallelism.expert_parallel_size", "layout.ep", 1),
     row.word("parallelism.pp_engine", "layout.schedule", SCHEDULES, _UNNAMED, DEFAULT_SCHEDULE, read=_schedule),
     row.flag("parallelism.recompute_layer", "layout.recompute", "full", "none"),
-    Setting("parallelism.tp_linear_async_communication", write=lambda p: p.layout.sequence_parallel),
+    Setting(_ASYNC, write=lambda p: p.layout.sequence_parallel, read=_read_async),
     row.word("parallelism.tp_mode", "layout.sequence_parallel", _MODES, "ALL_REDUCE"),
     row.whole("tokens.sequence_length", "job.seq"),
     row.whole("tokens.train_steps", "job.steps", 100, write=_steps),
@@ -193,6 +203,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
-    next_command=lambda folder, job: f"{torchrun(job)} run_train.py --config-file {folder}/config.yaml",
-    also_known=("optimizer.weight_decay", "optimizer.clip_grad", "general.project", "general.run", "general.seed"),
+    passed=("model.ddp_bucket_cap_mb", "optimizer.optimizer_factory.torch_adam_is_fused", f"{_EXPERTS}token_dispatcher_type"),
+    start="{torchrun} run_train.py --config-file {folder}/config.yaml",
+    needs="nanotron must be installed there, and its run_train.py be in the working directory.",
 )

@@ -14,7 +14,7 @@ from ultrascale.cost.legality import check
 from ultrascale.export import accelerate, deepspeed, fields, header, megatron, nanotron, torchtitan
 from ultrascale.export.common import OWN, EngineFormat
 from ultrascale.export.fields import Fields
-from ultrascale.export.table import SettingsReader, World
+from ultrascale.export.table import MAY_CHANGE, NOT_READ, SettingsReader, World
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import FileTooLargeError, mapping_of, read_text, reason_of
@@ -27,7 +27,6 @@ from ultrascale.specs.validate import build
 
 LARGEST = 2**20  # bytes; configurations are some KiB
 ASSUMED_GPU = "h100"
-NOT_READ = "not read: "  # how a note on a slip begins
 _KINDS = (
     "a run.sh of Megatron-LM, a config.toml or .py of torchtitan, a config.yaml of nanotron or Accelerate, or a ds_config.json"
 )
@@ -68,8 +67,13 @@ class ImportedPlan:
 
 
 def plan_from(path: Path, given: Given | None = None) -> ImportedPlan:
+    """Of a Python file with several configurations, `path` names one: `config_registry.py:llama3_8b`."""
+    name = path.name
+    file, colon, _ = name.rpartition(":")
+    if colon and file.endswith(".py") and not path.exists():
+        path = path.with_name(file)
     text = text_of(path)
-    return plan_from_text(engine_of(path, text), text, path.name, given or Given())
+    return plan_from_text(engine_of(path, text), text, name, given or Given())
 
 
 def plan_from_text(engine: EngineFormat, text: str, where: str, given: Given) -> ImportedPlan:
@@ -85,7 +89,7 @@ def plan_from_text(engine: EngineFormat, text: str, where: str, given: Given) ->
             cluster = _as_many_as_needed(found, extra, where, notes)
         job, layout = _build(found, extra, given, cluster, engine)
         check(job, layout)
-    notes += found.notes if not extra else [note for note in found.notes if note.startswith("not read:")]
+    notes += found.notes if not extra else [note for note in found.notes if note.startswith((NOT_READ, MAY_CHANGE))]
     reasons = (f"read from {where}, a file for {engine.title}", *notes)
     return ImportedPlan(Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=reasons), engine, tuple(notes))
 
@@ -108,6 +112,9 @@ def _build(found: SettingsReader, extra: Fields, given: Given, cluster: Cluster,
     known = fields.merged(fields.merged(known, extra), given.fields())
     if "job.seq" not in known:
         raise SpecError(f"{where} does not say how long a sequence is: give --seq, such as --seq 4096")
+    debug_model = None if fields.has_model(known) else engine.debug_model(found)
+    if debug_model is not None:
+        known |= fields.model_fields(debug_model)
     if not fields.has_model(known):
         raise SpecError(f"{where} does not say which model it trains: give --model, such as --model llama-3-8b")
     if given.seq is not None:
@@ -184,6 +191,8 @@ def engine_of(path: Path, text: str) -> EngineFormat:
     data = mapping_of(text, path.name, "YAML")
     if {"job", "layout", "estimate"} <= set(data):
         raise SpecError(f"{path} is a plan already: read it with `ultrascale explain {path}`")
+    if megatron.ARGUMENTS in data:
+        return megatron.ENGINE
     if {"parallelism", "tokens"} & set(data):
         return nanotron.ENGINE
     if {"compute_environment", "distributed_type", "fsdp_config", "num_processes"} & set(data):

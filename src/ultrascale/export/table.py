@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from ultrascale.export import fields
 from ultrascale.export.fields import Fields
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
@@ -21,6 +25,9 @@ MOST_UNREAD = 60
 DEEPEST = 20
 MOST_KEYS = 10_000  # YAML's aliases multiply: a short file could name more than there is memory for
 MOST_SLIPS = 100
+NOT_READ = "not read: "  # how a note on a misspelt setting begins
+MAY_CHANGE = "not read, though it may change time or memory: "
+NO_EFFECT = "not read, since it changes neither time nor memory: "
 
 
 class PlanFields:
@@ -148,6 +155,24 @@ class World:
     vocab: int | None = None
 
 
+@dataclass(frozen=True)
+class OtherSettings:
+    """Settings of an engine that a plan has no place for (settings.yaml)."""
+
+    no_effect: tuple[str, ...] = ()
+    """patterns of those that change neither time nor memory"""
+    not_modelled: tuple[str, ...] = ()
+    """patterns of some that may"""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """today's names by earlier ones"""
+
+    @classmethod
+    @cache
+    def of(cls, engine: str) -> OtherSettings:
+        data = package_data("ultrascale.export", "settings.yaml")[engine]
+        return cls(tuple(data["no_effect"]), tuple(data.get("not_modelled", ())), data.get("renamed", {}))
+
+
 class SettingsReader:
     """The settings of a foreign file under dotted names, read row by row; a row that needs another's field has it read first.
 
@@ -155,15 +180,19 @@ class SettingsReader:
     or not read.
     """
 
-    def __init__(self, table: Iterable[Setting], data: Mapping[str, Any], where: str, world: World) -> None:
+    def __init__(
+        self, table: Iterable[Setting], data: Mapping[str, Any], where: str, world: World, others: OtherSettings | None = None
+    ) -> None:
         self.data, self.where, self.world = data, where, world
+        self._others = others or OtherSettings()
         self.fields: Fields = {}
         self.notes: list[str] = []
         self._rows = {row.path or id(row): row for row in table}
         self._done: set[str | int] = set()
-        self._flat = _flat(data, where)
+        flat = _flat(data, where)
+        renamed = {self._others.renamed.get(key, key): value for key, value in flat.items()}
+        self._flat = {**renamed, **{key: value for key, value in flat.items() if key in renamed}}
         self._used: set[str] = set()
-        self._known: set[str] = set()
 
     def read(self) -> None:
         for path in self._rows:
@@ -219,6 +248,8 @@ class SettingsReader:
         words = {"true": True, "false": False, "1": True, "0": False}
         if isinstance(value, str) and value.lower() in words:
             return words[value.lower()]
+        if isinstance(value, str) and value.startswith("$"):  # in a script, a flag before a variable without a value
+            return True
         if not isinstance(value, bool):
             raise self.error(f"{key} is {shown(value)} but must be true or false")
         return value
@@ -254,6 +285,15 @@ class SettingsReader:
             )
         return total // (dp * mbs)
 
+    def filled_schedule(self, schedule: str) -> str:
+        """The schedule, or the one that it becomes with fewer micro-batches than a rank's pipeline holds."""
+        pp, gas = self["layout.pp"], self["layout.gas"]
+        if schedule != DEFAULT_SCHEDULE or gas >= pp:
+            return schedule
+        everything = next(spec.name for spec in REGISTRY.values() if spec.holds_all)
+        self.notes.append(f"{schedule} with {gas} micro-batches on {pp} stages runs them all forward first: it is {everything}")
+        return everything
+
     def error(self, sentence: str) -> SpecError:
         return SpecError(f"{self.where}: {sentence}")
 
@@ -267,26 +307,31 @@ class SettingsReader:
         """Known keys that say nothing about a plan."""
         self._used.update(keys)
 
-    def also_known(self, *keys: str) -> None:
-        """Settings that have no place in a plan, but may be meant by a slip."""
-        self._known.update(keys)
-
     def unread(self) -> list[str]:
-        """What was passed over: slips by name with what they may mean, all others in one line."""
-        rest: list[str] = []
+        """What was passed over: misspelt settings by name with what they may mean, all others in two lines."""
         lines: list[str] = []
-        absent = sorted((self._used | self._known) - set(self._flat))
-        for key in (key for key in self._flat if key not in self._used):
-            skips = key in self._known or len(rest) > MOST_SLIPS
-            close = [] if skips else get_close_matches(key[:80], absent, n=1, cutoff=CLOSE)
+        changes: list[str] = []
+        harmless: list[str] = []
+        absent = sorted((self._used | {key for key in self._others.no_effect if "*" not in key}) - set(self._flat))
+        for key, value in self._flat.items():
+            if key in self._used or value is None:
+                continue
+            no_effect = _matches(key, self._others.no_effect)
+            known = no_effect or _matches(key, self._others.not_modelled) or len(changes) > MOST_SLIPS
+            close = [] if known else get_close_matches(key[:80], absent, n=1, cutoff=CLOSE)
             if close:
-                lines.append(f"not read: {key:.80}: did you mean '{close[0]}'?")
+                lines.append(f"{NOT_READ}{key:.80}: did you mean '{close[0]}'?")
             else:
-                rest.append(f"{key:.80}")
-        if rest:
-            more = f" and {len(rest) - MOST_UNREAD} more" if len(rest) > MOST_UNREAD else ""
-            lines.append("not read, since a plan has no place for it: " + ", ".join(rest[:MOST_UNREAD]) + more)
+                (harmless if no_effect else changes).append(f"{key:.80}")
+        for words, keys in ((MAY_CHANGE, changes), (NO_EFFECT, harmless)):
+            if keys:
+                more = f" and {len(keys) - MOST_UNREAD} more" if len(keys) > MOST_UNREAD else ""
+                lines.append(words + ", ".join(keys[:MOST_UNREAD]) + more)
         return lines
+
+
+def _matches(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _flat(data: Mapping[str, Any], where: str, before: str = "", depth: int = 0) -> dict[str, Any]:

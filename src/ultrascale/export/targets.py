@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ultrascale.export import accelerate, deepspeed, launchers, megatron, nanotron, torchtitan, write
 from ultrascale.export.check import ExportCheck, check_export
-from ultrascale.export.common import EngineFormat, File, name_of, quoted
+from ultrascale.export.common import EngineFormat, File, quoted
 from ultrascale.specs.errors import SpecError, nearest
-from ultrascale.specs.files import to_yaml
-from ultrascale.specs.plan import HEADER, Plan
+from ultrascale.specs.plan import Plan
 
 ENGINES: dict[str, tuple[EngineFormat, ...]] = {
     "torchtitan": (torchtitan.TOML, torchtitan.CURRENT),
@@ -18,22 +17,30 @@ ENGINES: dict[str, tuple[EngineFormat, ...]] = {
     "deepspeed": (deepspeed.ENGINE,),
     "accelerate": (accelerate.ENGINE,),
 }
-LAUNCHERS = ("torchrun", "slurm", "kubernetes")
-IMAGE = "ultrascale:latest"
+LAUNCHERS = tuple(launchers.table())
 STYLES = {"toml": (torchtitan.TOML,), "current": (torchtitan.CURRENT,), "both": (torchtitan.TOML, torchtitan.CURRENT)}
 
 
-def check(to: str, style: str | None, image: str | None) -> None:
-    names = [*ENGINES, *LAUNCHERS]
-    if to not in names:
-        raise SpecError(f"--to is '{to:.40}' but must be one of {', '.join(names)}: {nearest(to.lower()[:40], names)}")
+def check(to: str, style: str | None, launcher: str | None, image: str | None) -> None:
+    _one_of("--to", to, [*ENGINES, *LAUNCHERS])
+    if launcher is not None:
+        if to in LAUNCHERS:
+            raise SpecError(f"--launcher is for another engine's files; --to {to} starts ours: leave it out")
+        _one_of("--launcher", launcher, list(LAUNCHERS))
     if style is not None and to != "torchtitan":
         raise SpecError(f"--style is for torchtitan, which has two; {to} has one: leave it out")
-    if image is not None and to != "kubernetes":
-        raise SpecError(f"--image is for kubernetes; {to} starts no container: leave it out")
-    if style is not None and style not in STYLES:
+    starts = to if to in LAUNCHERS else launcher
+    if image is not None and (starts is None or not launchers.table()[starts].get("container")):
+        known = ", ".join(name for name, spec in launchers.table().items() if spec.get("container"))
+        raise SpecError(f"--image is for launchers of containers ({known}); {starts or to} starts none: leave it out")
+    if style is not None:
+        _one_of("--style", style, list(STYLES))
+
+
+def _one_of(option: str, given: str, names: list[str]) -> None:
+    if given not in names:
         raise SpecError(
-            f"--style is '{style:.40}' but must be one of {', '.join(STYLES)}: {nearest(style.lower()[:40], STYLES)}"
+            f"{option} is '{given:.40}' but must be one of {', '.join(names)}: {nearest(given.lower()[:40], names)}"
         )
 
 
@@ -68,12 +75,17 @@ def _engine_files(plan: Plan, engine: EngineFormat, folder: str) -> EngineExport
     return EngineExport(list(files), comments, follows, [check_export(plan, engine, config)])
 
 
+def with_launcher(exported: EngineExport, plan: Plan, launcher: str, image: str | None, folder: str) -> EngineExport:
+    """The same with the files of a launcher; of an engine with two formats, the last one that was written is started."""
+    engine = next(
+        check.engine for check in reversed(exported.checks) if check.engine.config in {f.name for f in exported.files}
+    )
+    program = launchers.engine_program(plan, engine, exported.files)
+    files, follows = launchers.launcher_files(plan, program, launcher, image)
+    return replace(exported, files=files, next_command=follows.replace("{folder}", quoted(folder)))
+
+
 def launcher_files(plan: Plan, to: str, image: str | None, folder: str) -> tuple[list[File], str]:
     """The launcher beside the plan it starts, and the command that comes next."""
-    run = name_of(plan.job.model.name)
-    if to == "kubernetes":
-        written, follows = launchers.kubernetes_files(plan, run, IMAGE if image is None else image)
-    else:
-        written, follows = launchers.torchrun_files(plan, run) if to == "torchrun" else launchers.slurm_files(plan, run)
-    whole = File("plan.yaml", HEADER + to_yaml(plan.to_mapping()))
-    return [whole, *written], follows.format(folder=quoted(folder))
+    files, follows = launchers.launcher_files(plan, launchers.own_program(plan), to, image)
+    return files, follows.replace("{folder}", quoted(folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ultrascale.cost.engines import torchtitan_stages
 from ultrascale.export import table as row
 from ultrascale.export import torchtitan_text as text
-from ultrascale.export.common import EngineFormat, torchrun
+from ultrascale.export.common import EngineFormat
 from ultrascale.export.fields import Fields, model_fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
@@ -41,6 +41,9 @@ _RECOMPUTE = {"none": "none", "selective": "selective", "full": "full", "memory_
 _CUT = "parallelism."
 _PIPELINE = "parallelism.pipeline_parallel_"
 _CONTEXT = "parallelism.context_parallel_"
+_ASYNC = "parallelism.enable_async_tensor_parallel"
+_AC_OPTION = "activation_checkpoint.selective_ac_option"
+_FP8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 
 
 def _flavor(model: Model, style: str) -> dict[str, str]:
@@ -58,6 +61,15 @@ def _read_model(s: SettingsReader) -> Model | None:
     name, kind = s.value("model.name", "llama3"), s.value("model.flavor", "debugmodel")
     preset = FLAVORS.get((str(name), str(kind).removesuffix("_flex").removesuffix("_varlen")))
     return Model.presets()[preset] if preset is not None else None
+
+
+def _debug_model(s: SettingsReader) -> Model | None:
+    """torchtitan's llama3 debug model, as 0.3 builds it."""
+    if (s.value("model.name", "llama3"), s.value("model.flavor", "debugmodel")) != _STAND_IN:
+        return None
+    shape = {"layers": 6, "hidden": 256, "heads": 16, "ffn": 768, "vocab": 2048}
+    s.notes.append("the debug model of torchtitan: give --model for another")
+    return Model(name="torchtitan-debug", rope_theta=500000.0, max_positions=131072, **shape)
 
 
 def _model_fields(s: SettingsReader) -> Fields:
@@ -164,12 +176,20 @@ def _expert_tensor_parallel(p: PlanFields) -> int:
 
 
 def _recompute(s: SettingsReader) -> str:
-    s.passed("activation_checkpoint.selective_ac_option")
-    return str(s.word("activation_checkpoint.mode", _RECOMPUTE, "selective"))
+    mode, option = s.word("activation_checkpoint.mode", _RECOMPUTE, "selective"), s.value(_AC_OPTION, "op")
+    if mode == "selective" and option != "op":
+        s.notes.append(f"{_AC_OPTION} is {option!s:.20}, every so many layers; it is counted as op")
+    return str(mode)
 
 
 def _read_compile(s: SettingsReader) -> str | None:
-    return None if s.flag("compile.enable") else _EAGER
+    components = s.value("compile.components", ["model"])
+    return None if s.flag("compile.enable") and "model" in str(components) else _EAGER
+
+
+def _read_async(s: SettingsReader) -> None:
+    if s.flag(_ASYNC) and s["layout.tp"] > 1:
+        s.notes.append(f"{_ASYNC}: tensor-parallel communication is counted as exposed all the same")
 
 
 def _table(style: str) -> tuple[Setting, ...]:
@@ -226,6 +246,8 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting(f"{_PIPELINE}microbatch_size", write=lambda p: p.layout.mbs, written=piped),
         Setting(f"{_PIPELINE}layers_per_stage", write=_layers_per_stage, written=piped),
         Setting("activation_checkpoint.mode", "layout.recompute", read=_recompute),
+        Setting(path="job.optimizer", read=lambda s: s.word("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"}, "AdamW")),
+        Setting(read=_read_async),
         Setting("optimizer.lr", write=lambda p: p.training.lr),
         Setting("optimizer.beta1", write=lambda p: p.training.beta1),
         Setting("optimizer.beta2", write=lambda p: p.training.beta2),
@@ -235,6 +257,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting("lr_scheduler.min_lr_factor", write=lambda p: p.training.min_lr_ratio),
         Setting("compile.enable", "job.framework", lambda p: p.job.framework.name != _EAGER, _read_compile),
         Setting("float8.enable", write=lambda p: p.job.precision == "fp8"),
+        Setting(path="framework.fp8_gather", read=lambda s: True if s.flag(_FP8_GATHER) else None),
     )
 
 
@@ -259,8 +282,9 @@ _PASSED = (
     "training.mixed_precision_reduce",
     "training.disable_cuda_graphs",
     f"{_CUT}expert_tensor_parallel_degree",
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
-_ALSO_KNOWN = ("optimizer.lr", "optimizer.name", "lr_scheduler.warmup_steps", "training.max_norm", "training.dataset")
+_NEEDS = "torchtitan must be installed there, and its tokenizer be where the configuration says."
 
 TOML = EngineFormat(
     name="torchtitan",
@@ -271,9 +295,10 @@ TOML = EngineFormat(
     lost={**_LOST, "layout.sequence_parallel": "torchtitan 0.2 always cuts the sequence over tp"},
     files=text.toml_files,
     parse=text.parse_toml,
-    next_command=lambda folder, job: f"{torchrun(job)} -m torchtitan.train --job.config_file {folder}/config.toml",
+    start="{torchrun} -m torchtitan.train --job.config_file {folder}/config.toml",
+    needs=_NEEDS,
     passed=_PASSED,
-    also_known=_ALSO_KNOWN,
+    debug_model=_debug_model,
 )
 
 CURRENT = EngineFormat(
@@ -285,10 +310,8 @@ CURRENT = EngineFormat(
     lost=_LOST,
     files=text.python_files,
     parse=text.parse_python,
-    next_command=lambda folder, job: (
-        f"PYTHONPATH={folder} {torchrun(job)} -m torchtitan.train "
-        f"--module {text.MODULE.removesuffix('.py')} --config {text.FUNCTION}"
-    ),
+    start=f"PYTHONPATH={{folder}} {{torchrun}} -m torchtitan.train --module {text.MODULE[:-3]} --config {text.FUNCTION}",
+    needs=_NEEDS,
     passed=_PASSED,
-    also_known=_ALSO_KNOWN,
+    debug_model=_debug_model,
 )

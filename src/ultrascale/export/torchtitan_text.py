@@ -16,6 +16,9 @@ MODULE, FUNCTION = "ultrascale_config.py", "plan"
 NOTHING = "none"  # how a None of a Python configuration is read
 _DATA = "Data is torchtitan's own c4_test: name yours, and the folder of your tokenizer."
 _SECTIONS = {"TrainingConfig": "training", "ParallelismConfig": "parallelism", "CompileConfig": "compile"}
+_SECTIONS |= {"ActivationCheckpointConfig": "activation_checkpoint"}  # before 0.3
+_FP8_GATHER = "enable_fsdp_float8_all_gather"
+_FAMILIES = ("llama3", "qwen3", "deepseek_v3")
 _MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 
 
@@ -113,8 +116,11 @@ def _arguments(group: dict[str, Any]) -> str:
 
 def parse_python(text: str, where: str) -> dict[str, dict[str, Any]]:
     """The settings that calls of torchtitan's classes give as plain values."""
+    file, _, function = where.partition(":")
     try:
-        found = _collected(ast.parse(text))
+        found = _collected(_chosen(ast.parse(text), file, function), function)
+    except SpecError:
+        raise
     except SyntaxError as error:
         raise SpecError(f"{where} is not Python: {error.msg} at line {error.lineno}") from None
     except (ValueError, RecursionError, MemoryError):
@@ -124,8 +130,30 @@ def parse_python(text: str, where: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _collected(tree: ast.Module) -> dict[str, dict[str, Any]]:
+def _chosen(tree: ast.Module, file: str, function: str) -> ast.Module:
+    """The module with one of its configurations: the one of that name, or the only one."""
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and _configures(node)]
+    names = [node.name for node in found]
+    if function and function not in names:
+        known = ", ".join(names[:20])
+        raise SpecError(f"{file} has no configuration '{function:.60}' with settings of its own: it has {known:.400}")
+    if len(names) > 1 and not function:
+        raise SpecError(f"{file} has {len(names)} configurations: name one, such as {file}:{names[0]:.60}")
+    others = [node for node in tree.body if node not in found or node.name == (function or names[0])]
+    return ast.Module(body=others, type_ignores=[])
+
+
+def _configures(node: ast.FunctionDef) -> bool:
+    calls = (ast.unparse(one.func).split(".")[-1] for one in ast.walk(node) if isinstance(one, ast.Call))
+    return any(name in ("TrainingConfig", "ParallelismConfig") for name in calls)
+
+
+def _collected(tree: ast.Module, function: str) -> dict[str, dict[str, Any]]:
+    """Where models come from a module beside the file, the function's name says which: `llama3_8b`."""
     found: dict[str, dict[str, Any]] = {"activation_checkpoint": {"mode": "selective"}}
+    family = next((one for one in _FAMILIES if function.startswith(one)), None)
+    if family is not None:
+        found["model"] = {"name": family}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan.models."):
             if any(alias.name == "model_registry" for alias in node.names):
@@ -153,7 +181,8 @@ def _call(node: ast.Call, found: dict[str, dict[str, Any]]) -> None:
             if keyword.arg == "moe_comm_backend":
                 found.setdefault("parallelism", {})["expert_parallel_comm_backend"] = _plain(keyword.value)
     elif first == "Float8LinearConverter":
-        found["float8"] = {"enable": True}
+        given = {keyword.arg: _plain(keyword.value) for keyword in node.keywords}
+        found["float8"] = {"enable": True, _FP8_GATHER: given.get(_FP8_GATHER, False)}
 
 
 def _is_none(node: ast.expr) -> bool:
