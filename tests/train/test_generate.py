@@ -112,14 +112,14 @@ def test_errors_name_a_value_that_works(tmp_path: Path) -> None:
         next(text(model, PROMPT, 0, GREEDY))
     with pytest.raises(SpecError, match="--prompt is empty and the model has no token to begin with"):
         next(text(model, "", 4, GREEDY))
-    with pytest.raises(SpecError, match="--device is 'tpu' but this machine has cpu.*: try --device cpu"):
+    with pytest.raises(SpecError, match=r"--device is 'tpu' but this machine has cpu.*: try --device cpu"):
         load(folder, device="tpu")
     with pytest.raises(SpecError, match="--temperature is -1 but must be from 0"):
         Sampling(temperature=-1)
     with pytest.raises(SpecError, match="--top-k is -1 but must be 0"):
         Sampling(top_k=-1)
     write_tokenizer(folder, 120)
-    with pytest.raises(SpecError, match="has 120 tokens but the model of .* has 99: name the tokenizer"):
+    with pytest.raises(SpecError, match=r"has 120 tokens but the model of .* has 99: name the tokenizer"):
         load(folder, device="cpu")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(SpecError, match=r"has no tokenizer.json: name one with --tokenizer"):

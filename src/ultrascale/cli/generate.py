@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ def generate(
     path: Annotated[
         str,
         typer.Argument(
-            help="A run (its newest checkpoint), a checkpoint of any layout, or a Hugging Face folder.",
+            help="A run (its newest checkpoint), a checkpoint of any layout, a Hugging Face folder, or [cyan]hf://ORG/NAME[/].",
             metavar="RUN_OR_CHECKPOINT",
         ),
     ],
@@ -27,7 +26,11 @@ def generate(
     top_k: Annotated[int, typer.Option("--top-k", help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.", min=0, max=2**63 - 1)] = 0,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="A tokenizer.json. Default: that of the run's data, or of the folder.")
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            help="A tokenizer.json, or [cyan]hf://ORG/NAME[/]. Default: that of the run's data, or of the folder.",
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. Default: a GPU if there is one.")] = None,
     as_json: JsonOption = False,
@@ -43,7 +46,7 @@ def generate(
     from ultrascale.train import generate as work
 
     sampling = work.Sampling(temperature, top_k, seed)
-    model = work.load(Path(path), tokenizer, device)
+    model = work.load(path, tokenizer, device)
     pieces = []
     started = time.perf_counter()
     if not as_json:

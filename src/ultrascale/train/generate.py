@@ -20,6 +20,7 @@ from ultrascale.model.hf_folder import TOKENIZER as TOKENIZER_JSON
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
+from ultrascale.specs.hub import model_folder, tokenizer_file
 from ultrascale.train import checkpoint
 from ultrascale.train.checkpoint import Checkpoint
 
@@ -130,15 +131,17 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     return int(torch.multinomial((logits / sampling.temperature).softmax(0), 1, generator=generator))
 
 
-def load(path: Path, tokenizer: Path | None = None, device: str | None = None) -> TextModel:
-    """The newest checkpoint of a run, a checkpoint, or a Hugging Face folder; `tokenizer`: instead of that of its data."""
+def load(path: str | Path, tokenizer: str | Path | None = None, device: str | None = None) -> TextModel:
+    """The newest checkpoint of a run, a checkpoint, a Hugging Face folder, or `hf://ORG/NAME`.
+
+    `tokenizer`: instead of that of its data.
+    """
     place = _device(device)
-    if not os.path.isdir(path):
-        raise SpecError(
-            f"{path} is no folder: name a run, such as runs/first, one of its checkpoints, or a Hugging Face folder"
-        )
-    source = HFFolder.open(path) if (path / CONFIG).is_file() else checkpoint.resolve(path)
-    words, ends, encode = _tokenizer(source, tokenizer)
+    folder, name = model_folder(path)
+    if not os.path.isdir(folder):
+        raise SpecError(f"{path} is no folder: name a run, such as runs/first, a checkpoint, or a Hugging Face folder")
+    source = HFFolder.open(folder, name) if (folder / CONFIG).is_file() else checkpoint.resolve(folder)
+    words, ends, encode = _tokenizer(source, None if tokenizer is None else tokenizer_file(tokenizer))
     model = source.model if isinstance(source, HFFolder) else source.job.model
     if words.vocab > model.vocab:
         raise SpecError(
