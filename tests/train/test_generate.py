@@ -38,7 +38,7 @@ def without_cache(model: TextModel, prompt: list[int], count: int) -> list[int]:
     """The argmax of the logits of the whole text, for every token anew."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model.logits(tokens)[-1].argmax()))
+        tokens.append(int(model.logits([tokens])[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 

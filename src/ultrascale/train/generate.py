@@ -90,10 +90,13 @@ class TextModel:
         return self.module.model.max_positions if self.module.model.positions == "learned" else None
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """[tokens, vocab] in fp32, of the token that follows each."""
+    def logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """[texts, tokens of the longest, vocab] in fp32: of the token that follows each; arbitrary after the end of a text."""
         self._reset()
-        return self._forward(tokens, 0).float()
+        longest = max(map(len, texts))
+        found = self._forward([[*text, *[0] * (longest - len(text))] for text in texts], 0).float()
+        self._reset()
+        return found
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int, sampling: Sampling, ends: Collection[int] = ()) -> Iterator[int]:
@@ -103,7 +106,7 @@ class TextModel:
         self._reset()
         begin = 0
         for _ in range(count):
-            logits = self._forward(tokens[begin:], begin)[-1]
+            logits = self._forward([tokens[begin:]], begin)[0, -1]
             begin = len(tokens) if self.caches else 0
             token = draw(logits.float().cpu(), sampling, generator)
             if token in ends:
@@ -111,10 +114,10 @@ class TextModel:
             tokens.append(token)
             yield token
 
-    def _forward(self, tokens: Sequence[int], begin: int) -> Tensor:
-        given = torch.tensor([list(tokens)], device=self.device)
-        positions = torch.arange(begin, begin + len(tokens), device=self.device)
-        found: Tensor = self.module(given, positions)[0]
+    def _forward(self, texts: Sequence[Sequence[int]], begin: int) -> Tensor:
+        """`texts` have one length, and come after `begin` tokens that the caches hold."""
+        positions = torch.arange(begin, begin + len(texts[0]), device=self.device)
+        found: Tensor = self.module(torch.tensor(texts, device=self.device), positions)
         return found
 
     def _reset(self) -> None:

@@ -34,8 +34,6 @@ class TensorBoardSink:
 class WandBSink:
     """Also Trackio's, which has the same functions. The run's folder is its identity: a resumed run continues its curves."""
 
-    package = "wandb"
-
     def __init__(self, folder: Path, config: Config) -> None:
         import wandb
 
@@ -52,7 +50,7 @@ class WandBSink:
 
 class TrackioSink(WandBSink):
     def __init__(self, folder: Path, config: Config) -> None:
-        import trackio  # type: ignore[import-not-found, unused-ignore]
+        import trackio
 
         self._run = trackio.init(project=PROJECT, name=folder.name, resume="allow", config=dict(config), embed=False)
 
@@ -61,7 +59,7 @@ class MLflowSink:
     """Into the run's folder, unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        import mlflow  # type: ignore[import-not-found, unused-ignore]
+        import mlflow
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             # MLflow 3 asks for a database unless files are allowed by name.
