@@ -47,15 +47,13 @@ def generate(
 
     sampling = work.Sampling(temperature, top_k, seed)
     model = work.load(path, tokenizer, device)
-    pieces = []
+    pieces: list[str] = []
     started = time.perf_counter()
-    if not as_json:
-        sys.stdout.write(printable(prompt))
     for piece in work.text(model, prompt, tokens, sampling):
-        pieces.append(piece)
         if not as_json:
-            sys.stdout.write(printable(piece))
+            sys.stdout.write(printable(piece if pieces else prompt + piece))
             sys.stdout.flush()
+        pieces.append(piece)
     seconds = time.perf_counter() - started
     if as_json:
         print_json({"prompt": prompt, "text": "".join(pieces), "seconds": seconds})

@@ -8,6 +8,7 @@ UltrascaleLM(path="runs/first"), tasks=[…])`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ class UltrascaleLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             raise SpecError(
                 f"--model_args has {others[0]}, which ultrascale does not take: leave it out, or try max_length=2048"
             )
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # the harness's default is cuda:0
         self.model = load(path, tokenizer, device)
         self.batch_size = int(batch_size) if str(batch_size).isdigit() else 8
         limits = [self.model.longest, max_length and int(max_length)]
@@ -119,7 +122,10 @@ def main() -> None:
     """The command line of the harness, with this model."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SpecError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

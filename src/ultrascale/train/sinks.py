@@ -20,7 +20,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, _: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
