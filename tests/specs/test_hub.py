@@ -62,7 +62,7 @@ def test_paths_stay_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["hf://", "hf://name", "hf://a/b/c", "hf://../b", "hf://datasets/a/b", "hf://a/b@", "hf://a/b c"]
+    "text", ["hf://", "hf://name", "hf://a/b/c", "hf://../b", "hf://datasets/a/b", "hf://a/b@", "hf://a/b@../c", "hf://a/b c"]
 )
 def test_a_wrong_name_is_refused_before_any_network(text: str) -> None:
     with pytest.raises(SpecError, match="names no model of the Hub: write hf://ORG/NAME"):

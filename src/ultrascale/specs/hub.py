@@ -17,7 +17,7 @@ from ultrascale.specs.errors import SpecError
 
 PREFIX = "hf://"
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_ID = re.compile(rf"hf://(?P<datasets>datasets/)?(?P<id>{_WORD}/{_WORD})(?:@(?P<revision>[A-Za-z0-9._/-]{{1,128}}))?")
+_ID = re.compile(rf"hf://(?P<datasets>datasets/)?(?P<id>{_WORD}/{_WORD})(?:@(?P<revision>{_WORD}(?:/{_WORD})*))?")
 
 
 @dataclass(frozen=True)
