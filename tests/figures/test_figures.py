@@ -89,7 +89,7 @@ def test_many_microbatches_are_drawn_without_the_repetitions(job: Job) -> None:
     drawn = sum(len(trace.x) for trace in figure.data if trace.name != "bubble")
     assert drawn < 4 * 64 * 2 / 4
     (mark,) = figure.layout.annotations
-    assert "more: 1 micro-batch" in mark.text
+    assert "more periods of 1 micro-batch" in mark.text
     step_s = simulated(plan.job, plan.layout).makespan_s
     assert float(figure.layout.xaxis.ticktext[-1].replace(",", "")) == pytest.approx(step_s * 1e3, rel=1e-2)
     assert figure.layout.xaxis.range[1] < step_s * 1e3 / 4

@@ -156,13 +156,15 @@ LABELLED_BARS = 500  # bars with the micro-batch's number on them
 def schedule(plan: Plan) -> go.Figure:
     """The plan's own schedule with its predicted times."""
     name = plan.layout.schedule + (f", {plan.layout.virtual_stages} chunks per rank" if plan.layout.virtual_stages > 1 else "")
-    return gantt(simulated(plan.job, plan.layout), name)
+    return gantt(simulated(plan.job, plan.layout), name, shorten=plan.layout.gas > MOST_MICROBATCHES)
 
 
-def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
-    """Ranks downwards, time to the right; grey is the bubble. `unit`: of the times, if not seconds."""
+def gantt(timeline: Timeline, name: str, unit: str = "", shorten: bool = False) -> go.Figure:
+    """Ranks downwards, time to the right; grey is the bubble. `unit`: of the times, if not seconds. `shorten`: leave the
+    repetitions of the steady state out.
+    """
     ranks = len(timeline.busy_s)
-    short = _short(timeline)
+    short = shortened(timeline) if shorten else ShortTimeline(timeline.events, (), timeline.makespan_s)
     events, until = _drawn_events(short)
     unit, factor = (unit, 1.0) if unit else ("s", 1.0) if until >= 1 else ("ms", 1e3)
     end = short.place_s(timeline.makespan_s)
@@ -212,14 +214,6 @@ def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
     return figure
 
 
-def _short(timeline: Timeline) -> ShortTimeline:
-    """The timeline, of many micro-batches without the repetitions of its steady state."""
-    microbatches = 1 + max(event.action.microbatch for event in timeline.events)
-    if microbatches <= MOST_MICROBATCHES:
-        return ShortTimeline(timeline.events, (), timeline.makespan_s)
-    return shortened(timeline)
-
-
 def _drawn_events(short: ShortTimeline) -> tuple[list[Event], float]:
     """All events, or those of the first part of the step that a browser still draws; and where that part ends."""
     if len(short.events) <= MOST_BARS:
@@ -241,7 +235,7 @@ def _mark_left_out(figure: go.Figure, short: ShortTimeline, until: float, unit: 
             y=1,
             yref="paper",
             yanchor="bottom",
-            text=f"period before this line ×{one.count:,} more: {each}, {one.length_s / one.count * factor:,.2f} {unit} each",
+            text=f"{one.count:,} more periods of {each} ({one.length_s / one.count * factor:,.2f} {unit}) left out",
             showarrow=False,
             font={"color": style.RED},
         )
