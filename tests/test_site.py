@@ -85,6 +85,14 @@ def test_pictures_are_those_that_the_code_draws(tmp_path):
     assert not stale, f"{', '.join(stale)}: run python tools/draw_docs.py and look at what changed"
 
 
+def test_the_page_of_settings_is_that_of_the_classes(tmp_path):
+    written = tmp_path / "settings.md"
+    subprocess.run([sys.executable, ROOT / "tools" / "settings_page.py", "-o", written], check=True)
+    assert written.read_text(encoding="utf-8") == (DOCS / "settings.md").read_text(encoding="utf-8"), (
+        "docs/settings.md is stale: run python tools/settings_page.py"
+    )
+
+
 def test_every_picture_is_shown():
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     for file in PICTURES.iterdir():

@@ -83,6 +83,18 @@ def test_a_long_step_is_truncated_and_the_title_says_so(job: Job, monkeypatch: p
     assert "first" in figure.layout.title.text
 
 
+def test_many_microbatches_are_drawn_without_the_repetitions(job: Job) -> None:
+    plan = plan_of(job.changed(batch_tokens=4 * 64 * 4096), dp=4, pp=4, gas=64, zero=1)
+    figure = plan_figures.schedule(plan)
+    drawn = sum(len(trace.x) for trace in figure.data if trace.name != "bubble")
+    assert drawn < 4 * 64 * 2 / 4
+    (mark,) = figure.layout.annotations
+    assert "more periods of 1 micro-batch" in mark.text
+    step_s = simulated(plan.job, plan.layout).makespan_s
+    assert float(figure.layout.xaxis.ticktext[-1].replace(",", "")) == pytest.approx(step_s * 1e3, rel=1e-2)
+    assert figure.layout.xaxis.range[1] < step_s * 1e3 / 4
+
+
 def test_sensitivity_marks_what_does_not_fit() -> None:
     job = Job(
         model=Model.load("llama-3-8b"),

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ultrascale import Cluster, Job, Model
+from ultrascale.cost.estimate import memory_limit_gib
 from ultrascale.plan import plan
-from ultrascale.plan.survey import heat_map_around
+from ultrascale.plan.candidates import LayoutConstraints, fastest, rank
+from ultrascale.plan.search import best_plan
+from ultrascale.plan.survey import front, heat_map_around, searched
 from ultrascale.specs.framework import Framework
+from ultrascale.specs.units import GIB
 
 
 def make_job(model: str, cluster: str, **fields: object) -> Job:
@@ -42,3 +46,31 @@ def test_a_neighbour_with_too_few_positions_has_no_plan() -> None:
     long = Model.load("gpt3-2.7b").model_copy(update={"name": "gpt-long", "max_positions": 8192})
     cells = heat_map_around(make_job("gpt3-2.7b", "8xh100").changed(model=long, seq=8192))
     assert {cell.model for cell in cells if cell.layout} == {"gpt-long"}
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama-3-8b", "32xh100"), ("mixtral-8x7b", "16xh100")])
+def test_the_fastest_are_those_of_the_ranking(model: str, cluster: str) -> None:
+    job, none = make_job(model, cluster), LayoutConstraints()
+    limit = memory_limit_gib(job, 0.9, 0.0) * GIB
+    wanted, found = rank(job, none, "throughput", 24, limit), fastest(job, none, 24, limit)
+    assert found.score == pytest.approx(wanted.score)
+    assert found.evaluated < wanted.evaluated
+    assert best_plan(job, none).layout == plan(job, top=1, explain=False).plans[0].layout  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["512xh100", "1024xh100"])
+def test_the_usual_values_hold_the_best_layout_or_one_as_fast(cluster: str) -> None:
+    job = make_job("llama-3-70b", cluster, seq=8192, batch_tokens=2**22)
+    best, usual = (best_plan(job, one) for one in (LayoutConstraints(), searched(job.cluster.gpus)))
+    assert best is not None
+    assert usual is not None
+    assert usual.estimate.step_time_s <= 1.02 * best.estimate.step_time_s
+
+
+@pytest.mark.slow
+def test_the_front_of_a_large_cluster_begins_with_its_plan() -> None:
+    job = make_job("llama-3-8b", "512xh100", seq=8192, batch_tokens=2**22)
+    found = front(job)
+    assert found[0][1].step_time_s <= 1.02 * plan(job, top=1, explain=False).plans[0].estimate.step_time_s
+    assert [one.step_time_s for _, one in found] == sorted(one.step_time_s for _, one in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def test_a_plan_in_one_file(plan: Plan) -> None:
     for _, data in figures:
         assert json.loads(data)["data"]
     assert not re.search(r'(?:src|href)="(?!#)', body(page)), "nothing is fetched"
+
+
+@pytest.mark.slow
+def test_a_page_of_a_large_cluster_takes_seconds() -> None:
+    job = Job(model=Model.load("llama-3-70b"), cluster=Cluster.load("2048xh100"), seq=8192, batch_tokens=2**24)
+    layout = Layout(dp=1024, tp=2, zero=3, gas=2, recompute="selective")
+    started = time.process_time()
+    page = plan_page(Plan(job=job, layout=layout, estimate=estimate(job, layout)), "plan.yaml")
+    assert time.process_time() - started < 40, "11 s on an idle machine, about 200 s if every layout is evaluated"
+    assert "try mbs 1, 2, 4; tp 1, 2, 4, 8, 16;" in page
 
 
 @pytest.mark.slow

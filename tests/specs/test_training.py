@@ -113,7 +113,7 @@ def test_text_becomes_a_value(field: str, text: str, value: Any) -> None:
         ("eval_data", "", "train.eval_data is '' but must be text that is not empty"),
         ("document_mask", "some", "train.document_mask is 'some' but must be true or false"),
         ("compress", "zip", "must be one of none, bf16, int8: try compress=none"),
-        ("log", "tb", "train.log.0 is 'tb' but must be 'tensorboard' or 'wandb'"),
+        ("log", "tb", "train.log.0 is 'tb' but must be 'tensorboard', 'wandb', 'trackio' or 'mlflow'"),
         ("warmup_steps", "few", "train.warmup_steps is 'few' but must be a whole number, such as warmup_steps=10"),
     ],
 )

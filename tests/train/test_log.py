@@ -1,20 +1,17 @@
-"""Metrics: lines that stay whole, resuming without a step twice, sinks, and what the screen shows."""
+"""Metrics: lines that stay whole, resuming without a step twice, and what the screen shows."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.train.log import MetricsLog, ProgressLine, StepRecord, batch_line, duration, open_sinks, progress_line
+from ultrascale.train.log import MetricsLog, ProgressLine, StepRecord, batch_line, duration, progress_line
 
 FIELDS = ["step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s_per_gpu", "mfu", "peak_gib"]
 
@@ -73,60 +70,6 @@ def test_resuming_without_a_file_creates_one(tmp_path: Path) -> None:
     log.write(record(7))
     log.close()
     assert [line["step"] for line in lines(log.path)] == [7]
-
-
-@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_sink_that_is_not_installed_says_how_to_install_it(
-    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SpecError, match=f"train.log is {name} .* try `pip install {name}`"):
-        open_sinks([name], tmp_path, {})
-
-
-class Recorder:
-    """Stands for SummaryWriter and for wandb's run."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.fields, self.logged, self.closed = fields, {}, False
-
-    def add_scalar(self, name: str, value: float, global_step: int) -> None:
-        self.logged[name, global_step] = value
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged |= {(name, step): value for name, value in values.items()}
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
-
-    finish = close
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "maker"), [("tensorboard", "torch.utils.tensorboard", "SummaryWriter"), ("wandb", "wandb", "init")]
-)
-def test_sinks_get_every_known_number(
-    name: str, module: str, maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorders: list[Recorder] = []
-
-    def make(**fields: Any) -> Recorder:
-        recorders.append(Recorder(**fields))
-        return recorders[-1]
-
-    stand_in = ModuleType(module)
-    setattr(stand_in, maker, make)
-    monkeypatch.setitem(sys.modules, module, stand_in)
-    log = MetricsLog(tmp_path, sinks=open_sinks([name], tmp_path, {"layout": {"dp": 2}}))
-    log.write(record(3, mfu=None, loss=math.nan))
-    log.close()
-    assert set(recorders[0].logged) == {(field, 3) for field in FIELDS if field not in ("step", "mfu", "loss")}
-    assert recorders[0].logged["lr", 3] == 3e-4
-    assert recorders[0].closed
-    if name == "wandb":
-        assert recorders[0].fields["config"] == {"layout": {"dp": 2}}
 
 
 def test_the_line_shows_what_is_known() -> None:

@@ -18,7 +18,7 @@ from ultrascale.specs.errors import RunError, SpecError
 
 # Each adds its verbs to the app; the panels of `--help` have this order.
 # isort: off
-from ultrascale.cli import plan, run, measure, export  # noqa: F401
+from ultrascale.cli import plan, run, generate, measure, export  # noqa: F401
 
 
 @app.callback(invoke_without_command=True)

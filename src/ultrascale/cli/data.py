@@ -31,17 +31,17 @@ def tokenize(
         str,
         typer.Argument(
             help="A [cyan].txt[/] (one document), [cyan].jsonl[/], [cyan].jsonl.gz[/] or [cyan].parquet[/] file (one per line "
-            "or row), a folder of them, or [cyan]stdlib[/]: Python's own library.",
+            "or row), a folder of them, [cyan]stdlib[/]: Python's own library, or [cyan]hf://datasets/ORG/NAME[/].",
             metavar="INPUT",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the set; it must be new or empty.")],
     tokenizer: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--tokenizer",
             "-t",
-            help="A Hugging Face [cyan]tokenizer.json[/]. Default: bytes, a vocabulary of 256.",
+            help="A Hugging Face [cyan]tokenizer.json[/], or [cyan]hf://ORG/NAME[/]. Default: bytes, a vocabulary of 256.",
             metavar="FILE",
         ),
     ] = None,

@@ -70,6 +70,19 @@ def evaluate(
     return Table(cores, tuple(variants), legal.T, peak.T, fits.T, step.T)
 
 
+def step_times(job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates) -> Array:
+    """Cores × variants: the step time of every legal cell, whether or not it fits; infinite where it is not legal."""
+    step = np.empty((len(variants), len(cores)))
+    for group in _groups(job, variants):
+        of_group = [variants[number] for number in group]
+        rows = cores.changed(schedule=np.full(len(cores), encode("schedule", of_group[0][0])))
+        for block in _blocks(len(cores)):
+            part = rows.take(block)
+            _, times = _steps(job, part, of_group, machine, np.inf)
+            step[group, block] = np.where(_legal(part, of_group), times, np.inf)
+    return step.T
+
+
 def _groups(job: Job, variants: Sequence[Variant]) -> list[list[int]]:
     """Variants by number, those with a split backward apart in an engine that fuses no such layers."""
     split = [REGISTRY[name].split_backward and job.framework.fused_blocks for name, _ in variants]

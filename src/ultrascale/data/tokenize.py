@@ -27,6 +27,7 @@ from ultrascale.data.worker_pool import WorkerPool, WorkerReport, WorkerTask
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.folders import locked
+from ultrascale.specs.hub import text_folder, tokenizer_file
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,14 @@ def tokenize(
     progress: Report | None = None,
     part_bytes: int = sources.PART,
 ) -> TokenSetMetadata:
-    """Writes a token set to folder `out` from a file, a folder of files, or `stdlib`. A repeated call resumes."""
+    """Writes a token set to folder `out` from a file, a folder of files, `stdlib`, or `hf://datasets/ORG/NAME`. A repeated
+    call resumes.
+    """
     if not 1 <= workers <= MOST_WORKERS:
         raise SpecError(f"--workers is {workers} but must be from 1 to {MOST_WORKERS}: try {os.cpu_count() or 1}")
-    encoder = load(Path(tokenizer) if tokenizer is not None else None, eod)
+    file = None if tokenizer is None else tokenizer_file(tokenizer)
+    encoder = load(file, eod)
+    source = text_folder(source, sources.SUFFIXES)
     files = sources.find(os.fspath(source))
     contents = sources.digests(files, workers)
     inputs = TokenizedInputs(
@@ -147,7 +152,7 @@ def tokenize(
             if not job.parts_done:
                 shutil.rmtree(work, ignore_errors=True)
             raise
-        facts = job.finish(encoder, inputs, Path(tokenizer) if tokenizer is not None else None)
+        facts = job.finish(encoder, inputs, file)
         if (folder / FACTS).exists():  # written before digests were stored: see `_finished`
             os.replace(folder, work / "before")
         os.replace(work / "set", folder)

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """The tokens of each text, without end-of-document tokens."""
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, without special ones; bytes that are no character become �."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes; a zero byte ends a document."""
@@ -44,11 +48,15 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(smallest_type(self.vocab)) for text in texts]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if 0 < token < self.vocab).decode(errors="replace")
+
 
 class FileTokenizer:
     """A `tokenizer.json`. Special tokens spelled out in a text are encoded as text: only the end of a document gives `eod`."""
 
-    def __init__(self, path: Path, eod: str | None) -> None:
+    def __init__(self, path: Path, eod: str | int | None) -> None:
+        """`eod`: the end-of-document token, by name or number, if the file has none with a known name."""
         content = _content(path)
         self.name = path.name
         self.sha256: str | None = hashlib.sha256(content).hexdigest()
@@ -57,12 +65,19 @@ class FileTokenizer:
         if not known:
             raise SpecError(f"--tokenizer is {path} but its vocabulary is empty: name a trained tokenizer.json")
         self.vocab = max(known.values()) + 1  # not their number: some vocabularies have gaps
-        self.eod = _end(path, known, eod)
+        self.eod = eod if isinstance(eod, int) else _end(path, known, eod)
         self._type = smallest_type(self.vocab)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self._type) for one in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt with what the file prepends to one, such as a first token of its own."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
 
 def load(path: Path | None, eod: str | None = None) -> Tokenizer:

@@ -11,6 +11,7 @@ from ultrascale.measure.compare import TIMES, Comparison
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.schedules.actions import ActionKind
 from ultrascale.schedules.simulate import Event, Timeline
+from ultrascale.schedules.steady_state import ShortTimeline, shortened
 from ultrascale.specs.estimate import CAUSES, OWNERS
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
@@ -146,24 +147,28 @@ KINDS = (
     (ActionKind.I, "backward, input gradient", style.ORANGE),
     (ActionKind.W, "backward, weight gradient", style.GREEN),
 )
+MOST_MICROBATCHES = 32  # of more, the repetitions of the steady state are left out
 MOST_BARS = 1500  # more are slow in a browser: then the first part of the step is drawn, and the title says so
+TICKS = 8  # of a time axis that leaves periods out
 LABELLED_BARS = 500  # bars with the micro-batch's number on them
 
 
 def schedule(plan: Plan) -> go.Figure:
     """The plan's own schedule with its predicted times."""
     name = plan.layout.schedule + (f", {plan.layout.virtual_stages} chunks per rank" if plan.layout.virtual_stages > 1 else "")
-    return gantt(simulated(plan.job, plan.layout), name)
+    return gantt(simulated(plan.job, plan.layout), name, shorten=plan.layout.gas > MOST_MICROBATCHES)
 
 
-def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
-    """Ranks downwards, time to the right; grey is the bubble. `unit`: of the times, if not seconds."""
+def gantt(timeline: Timeline, name: str, unit: str = "", shorten: bool = False) -> go.Figure:
+    """Ranks downwards, time to the right; grey is the bubble. `unit`: of the times, if not seconds. `shorten`: leave the
+    repetitions of the steady state out.
+    """
     ranks = len(timeline.busy_s)
-    events, until = _drawn_events(timeline)
+    short = shortened(timeline) if shorten else ShortTimeline(timeline.events, (), timeline.makespan_s)
+    events, until = _drawn_events(short)
     unit, factor = (unit, 1.0) if unit else ("s", 1.0) if until >= 1 else ("ms", 1e3)
-    part = (
-        "" if until == timeline.makespan_s else f", first {until * factor:,.1f} of {timeline.makespan_s * factor:,.1f} {unit}"
-    )
+    end = short.place_s(timeline.makespan_s)
+    part = "" if until == end else f", first {short.time_s(until) * factor:,.1f} of {timeline.makespan_s * factor:,.1f} {unit}"
     title = f"{name}: bubble {timeline.bubble_fraction:.1%} of the ranks' time{part}"
     figure = style.new_figure(title, f"time ({unit})", "pipeline rank", height=min(1200, 200 + 28 * ranks))
     figure.add_bar(
@@ -187,7 +192,7 @@ def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
                 name=words,
                 orientation="h",
                 y=[event.rank for event in mine],
-                base=[event.start_s * factor for event in mine],
+                base=[short.place_s(event.start_s) * factor for event in mine],
                 x=[(event.end_s - event.start_s) * factor for event in mine],
                 width=[0.42 if half else 0.86 for half in halved],
                 # A pair runs at once: its forward is drawn in the upper half, its backward in the lower.
@@ -198,18 +203,42 @@ def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
                 insidetextanchor="middle",
                 textangle=0,
                 textfont={"color": "#000000"},
-                customdata=[str(event.action) for event in mine],
-                hovertemplate=f"%{{customdata}}: %{{base:,.2f}} + %{{x:,.2f}} {unit}<extra>rank %{{y}}</extra>",
+                customdata=[f"{event.action}: {event.start_s * factor:,.2f}" for event in mine],
+                hovertemplate=f"%{{customdata}} + %{{x:,.2f}} {unit}<extra>rank %{{y}}</extra>",
             )
     figure.update_layout(barmode="overlay", bargap=0)
     figure.update_yaxes(autorange="reversed", dtick=1 if ranks <= 32 else None)
     figure.update_xaxes(range=[0, until * factor])
+    if short.left_out:
+        _mark_left_out(figure, short, until, unit, factor)
     return figure
 
 
-def _drawn_events(timeline: Timeline) -> tuple[list[Event], float]:
+def _drawn_events(short: ShortTimeline) -> tuple[list[Event], float]:
     """All events, or those of the first part of the step that a browser still draws; and where that part ends."""
-    if len(timeline.events) <= MOST_BARS:
-        return list(timeline.events), timeline.makespan_s
-    until = sorted(event.end_s for event in timeline.events)[MOST_BARS - 1]
-    return [event for event in timeline.events if event.end_s <= until], until
+    if len(short.events) <= MOST_BARS:
+        return list(short.events), short.place_s(short.makespan_s)
+    last_s = sorted(event.end_s for event in short.events)[MOST_BARS - 1]
+    return [event for event in short.events if event.end_s <= last_s], short.place_s(last_s)
+
+
+def _mark_left_out(figure: go.Figure, short: ShortTimeline, until: float, unit: str, factor: float) -> None:
+    """A line where periods are left out, how many, and an axis with the times of the whole step."""
+    for one in short.left_out:
+        place = short.place_s(one.start_s) * factor
+        if place > until * factor:
+            continue
+        each = f"{one.microbatches} micro-batch{'es' if one.microbatches > 1 else ''}"
+        figure.add_vline(x=place, line={"color": style.RED, "width": 2, "dash": "dash"})
+        figure.add_annotation(
+            x=place,
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            text=f"{one.count:,} more periods of {each} ({one.length_s / one.count * factor:,.2f} {unit}) left out",
+            showarrow=False,
+            font={"color": style.RED},
+        )
+    places = [until * number / TICKS for number in range(TICKS + 1)]
+    texts = [f"{short.time_s(place) * factor:,.1f}" for place in places]
+    figure.update_xaxes(tickvals=[place * factor for place in places], ticktext=texts)

@@ -67,13 +67,13 @@ class HFFolder:
     """the tensors in which each of our parameters is stored: one, or one per expert"""
 
     @classmethod
-    def open(cls, path: str | Path) -> HFFolder:
-        """Validates and opens a folder; raises SpecError for anything wrong with it."""
+    def open(cls, path: str | Path, name: str | None = None) -> HFFolder:
+        """Validates and opens a folder; raises SpecError for anything wrong with it. `name`: of the model, not the folder's."""
         path = Path(path)
         if not os.path.isdir(path):  # os.path returns False where pathlib raises, such as for a name that is too long
             state = "is a file" if os.path.exists(path) else "does not exist"
             raise SpecError(f"Hugging Face folder {path} {state}: give a folder with {CONFIG} and {SINGLE}")
-        model = _model(path)
+        model = _model(path, name)
         found = _entries(path)
         wanted = _wanted(path, model, found)
         _refuse_extra(path, model, wanted, found)
@@ -91,7 +91,7 @@ class HFFolder:
         return whole([one.as_ours(_read(entry, one.where(ours, entry.shape))) for one, entry in self.places[ours]])
 
 
-def _model(path: Path) -> Model:
+def _model(path: Path, name: str | None) -> Model:
     file = path / CONFIG
     if not file.is_file():
         raise SpecError(f"Hugging Face folder {path} has no {CONFIG}: give a folder that save_pretrained wrote")
@@ -99,7 +99,7 @@ def _model(path: Path) -> Model:
     family = config.get("model_type")
     if isinstance(family, str):
         config = {**(FAMILIES[family].defaults if family in FAMILIES else {}), **config}
-    model = Model.from_hf(config, path.resolve().name or None)
+    model = Model.from_hf(config, name or path.resolve().name or None)
     if family not in WRITTEN:
         raise SpecError(
             f"config.model_type is {shown(family)} in {file} but the engine trains models of "

@@ -14,7 +14,7 @@ import numpy as np
 from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, reasons
-from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
+from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, fastest, rank, why_empty
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -160,6 +160,18 @@ def _alternatives(
     drafts = add_times([one for one in memory_drafts(job, list(kinds)) if one.peak_gib <= limit_gib]) if kinds else []
     plans = [_planned(draft) for draft in drafts]
     return tuple(Alternative(", ".join(kinds[plan.layout]), plan) for plan in plans)
+
+
+def best_plan(job: Job, constraints: LayoutConstraints) -> Plan | None:
+    """The first plan of `plan`, without reasons, several times faster: slower layouts are not counted. None if nothing fits."""
+    job, _ = advice.runnable_job(job)
+    job, _ = advice.reachable_batch(job, constraints)
+    for limit_gib in (memory_limit_gib(job, advice.MIN_FIT, 0.0), job.cluster.gpu.memory_gib):
+        ranked = fastest(job, constraints, SIMULATED_AT_LEAST, limit_gib * GIB)
+        if ranked.score:
+            best = [(score, ranked, row) for row, score in enumerate(ranked.score)]
+            return _planned(min(_simulate(best, 1, limit_gib), key=lambda draft: _score(draft, "throughput")))
+    return None
 
 
 def explained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
-from ultrascale.plan.candidates import LayoutConstraints, cores
-from ultrascale.plan.search import plan as search
+from ultrascale.plan.candidates import USUAL_VALUES, LayoutConstraints, cores
+from ultrascale.plan.search import best_plan
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
@@ -24,6 +24,8 @@ from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
 Say = Callable[[str], None]
+LARGE = 256  # GPUs; a search over more takes seconds, and these figures make many
+SLOWEST = 4.0  # times the fastest: slower layouts of a large cluster are not on its front
 SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what communication costs
 
 
@@ -47,7 +49,10 @@ def heat_map(
     say: Say = lambda _: None,
     **job: Any,
 ) -> tuple[HeatmapCell, ...]:
-    """Every model on every number of the cluster's nodes, one batch for all, as in the playbook's chart."""
+    """Every model on every number of the cluster's nodes, one batch for all, as in the playbook's chart.
+
+    On a large cluster the usual values of each field are searched (`candidates.USUAL_VALUES`), not all.
+    """
     cells = []
     for model in models:
         for count in nodes:
@@ -55,23 +60,29 @@ def heat_map(
             gpus = count * cluster.gpus_per_node
             values = {"model": model, "cluster": cluster.resized(gpus), "seq": seq, "batch_tokens": batch_tokens, **job}
             try:
-                found = search(build(Job, values, "job"), top=1, explain=False).plans
+                found = best_plan(build(Job, values, "job"), searched(gpus))
             except SpecError:  # the batch cannot be cut over so many GPUs, or a sequence is longer than the model's positions
-                found = ()
-            layout, predicted = (found[0].layout, found[0].estimate) if found else (None, None)
+                found = None
+            layout, predicted = (found.layout, found.estimate) if found is not None else (None, None)
             cells.append(HeatmapCell(model.name, count, gpus, layout, predicted))
     return tuple(cells)
 
 
+def searched(gpus: int) -> LayoutConstraints:
+    """What a search of these figures tries: every value, or on a large cluster the usual ones."""
+    return LayoutConstraints(tried=USUAL_VALUES if gpus > LARGE else {})
+
+
 def heat_map_around(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, ...]:
     """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
-    nodes to four times as many."""
+    nodes to four times as many; without the sizes in between on a large cluster."""
     own, here = job.model, job.cluster.nodes
     alike = (one for one in Model.presets().values() if (one.moe is None, one.positions) == (own.moe is None, own.positions))
     others = sorted(alike, key=lambda model: model.parameters)
     smaller = [model for model in others if 2 * model.parameters <= own.parameters][-1:]
     larger = [model for model in others if model.parameters >= 2 * own.parameters][:1]
-    nodes = sorted({max(1, here // 4), max(1, here // 2), here, 2 * here, 4 * here})
+    factors = (1 / 4, 1, 4) if job.cluster.gpus > LARGE else (1 / 4, 1 / 2, 1, 2, 4)
+    nodes = sorted({max(1, int(factor * here)) for factor in factors})
     rest = {name: value for name, value in job if name not in ("model", "cluster", "seq", "batch_tokens")}
     return heat_map([*smaller, own, *larger], job.cluster, nodes, job.seq, job.batch_tokens, say, **rest)
 
@@ -113,12 +124,23 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint,
 
 
 def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: int = 40) -> tuple[tuple[Layout, Estimate], ...]:
-    """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit."""
-    constraints = LayoutConstraints.parse(fix, forbid)
+    """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit.
+
+    On a large cluster: of the usual values of each field, and not much slower than the fastest.
+    """
+    large = job.cluster.gpus > LARGE
+    constraints = replace(LayoutConstraints.parse(fix, forbid), tried=searched(job.cluster.gpus).tried)
     machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
     for group in cores(job, constraints):
-        cells = table.evaluate(job, group.columns, group.variants, machine, capacity)
+        columns = group.columns
+        if large and found:
+            longest_s = SLOWEST * min(step_s for step_s, _, _ in found)
+            least = table.step_times(job, columns, group.variants, machine).min(axis=1)
+            columns = columns.take(np.flatnonzero(least <= longest_s))
+        if not len(columns):
+            continue
+        cells = table.evaluate(job, columns, group.variants, machine, capacity)
         finite = np.flatnonzero(np.isfinite(cells.step_s))
         if not len(finite):
             continue
@@ -131,6 +153,7 @@ def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: i
     if not found:
         return ()
     best = _undominated(np.asarray([one[0] for one in found]), np.asarray([one[1] for one in found]))
+    most = most // 2 if large else most
     selected = best if len(best) <= most else best[np.linspace(0, len(best) - 1, most).round().astype(int)]
     exact = [(found[i][2], estimate(job, found[i][2])) for i in selected]
     order = _undominated(np.asarray([e.step_time_s for _, e in exact]), np.asarray([e.peak_gib for _, e in exact]))

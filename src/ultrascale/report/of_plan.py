@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ultrascale import __version__
@@ -11,6 +12,7 @@ from ultrascale.cost.legality import check
 from ultrascale.figures import plan as plan_figures
 from ultrascale.figures import search as search_figures
 from ultrascale.plan import survey
+from ultrascale.plan.candidates import USUAL_VALUES
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.plan import job_line, knows_peak
 from ultrascale.specs.files import to_yaml
@@ -49,8 +51,7 @@ def plan_sections(plan: Plan, say: Say) -> Iterator[Section]:
     say("evaluating other layouts")
     yield Section("Other layouts", tuple(_others(plan)))
     if plan.job.cluster.gpus > 1 and knows_peak(plan.job):
-        cells = survey.heat_map_around(plan.job, lambda cell: say(f"searching the best layout of {cell}"))
-        yield Section("Other sizes", (chart(search_figures.heat_map(cells, plan.job.cluster.gpu.name), "heat-map"),))
+        yield Section("Other sizes", tuple(_sizes(plan, say)))
     yield Section("Cheat-sheet", tuple(_cheatsheet(plan)))
     yield Section("Assumed", (bullets(found.notes), _range(plan), details("plan.yaml", to_yaml(plan.to_mapping()))))
 
@@ -116,6 +117,27 @@ def _others(plan: Plan) -> Iterator[str]:
         points = [one for one in survey.scaling(job, most, plan.layout.recompute) if one.estimate is not None]
         title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens per GPU"
         yield chart(search_figures.scaling(points, job.cluster, title), "scaling")
+
+
+def _sizes(plan: Plan, say: Say) -> Iterator[str]:
+    job = plan.job
+    cells = list(survey.heat_map_around(job, lambda cell: say(f"searching the best layout of {cell}")))
+    for place, cell in enumerate(cells):
+        own = (cell.model, cell.gpus) == (job.model.name, job.cluster.gpus)
+        if own and (cell.estimate is None or plan.estimate.step_time_s < cell.estimate.step_time_s) and plan.estimate.fits:
+            cells[place] = replace(cell, layout=plan.layout, estimate=plan.estimate)
+    yield chart(search_figures.heat_map(cells, job.cluster.gpu.name), "heat-map")
+    if job.cluster.gpus > survey.LARGE:
+        yield words(f"On more than {survey.LARGE} GPUs the front and this map try {usual_values()}.")
+
+
+def usual_values() -> str:
+    """The values that a search of a large cluster tries, in words."""
+    return "; ".join(f"{name} {', '.join(map(_word, values))}" for name, values in USUAL_VALUES.items())
+
+
+def _word(value: object) -> str:
+    return str(value).lower()
 
 
 def _cheatsheet(plan: Plan) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Job(FrozenSpec):
     batch_tokens: int = Field(ge=1, le=2**40, strict=True, examples=[4194304], description="tokens in one optimizer step")
     precision: Precision = Field("bf16", description="of the matmuls; weights have an fp32 master unless fp32")
     gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = Field("adamw", description="the optimizer, whose states count in the memory")
     framework: Framework = Field(
         default_factory=lambda given: Framework.own(given["cluster"].gpu.name if "cluster" in given else ""),
         description="the engine that runs it: fusions, kernels, overlap; ours unless another is named",

@@ -44,8 +44,8 @@ class Layout(FrozenSpec):
         False, strict=True, description="ZeRO-3: keep parameters gathered from forward to backward, not gather twice"
     )
     sequence_parallel: bool = Field(True, strict=True, description="norms and residuals cut over tp along the sequence")
-    data_parallel: DataParallel = Field("bucketed", description="how gradients meet: when, and in which pieces")
-    context_parallel: ContextParallel = Field("zigzag", description="how keys and values travel between cp ranks")
+    data_parallel: DataParallel = Field("bucketed", description="when gradients are reduced, and in which pieces")
+    context_parallel: ContextParallel = Field("zigzag", description="how cp ranks get the keys and values of the others")
     schedule: ScheduleName = Field(DEFAULT_SCHEDULE, description="order of forwards and backwards in the pipeline")
     virtual_stages: int = Field(1, ge=1, le=1024, strict=True, description="model chunks per pipeline rank")
     mbs: int = Field(1, ge=1, le=2**20, strict=True, description="micro-batch: sequences in one forward pass")

@@ -15,6 +15,7 @@ from ultrascale.specs import weights
 from ultrascale.specs.errors import SpecError, divisors, near, nearest
 from ultrascale.specs.files import package_data, read_mapping
 from ultrascale.specs.hf import fields_from_hf
+from ultrascale.specs.hub import HubRepo, is_hub
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
 # Strict: a count that arrives as 1.5, true or "32" is a mistake in the file, never something to round or parse.
@@ -204,7 +205,12 @@ class Model(FrozenSpec):
 
     @classmethod
     def load(cls, ref: str | Path) -> Model:
-        """A preset's name, a .yaml model file, an HF config.json, or a folder that holds one."""
+        """A preset's name, a .yaml model file, an HF config.json, a folder that holds one, or `hf://ORG/NAME`."""
+        if isinstance(ref, str) and is_hub(ref.strip()):
+            repo = HubRepo.parse(ref)
+            return cls.from_hf(
+                read_mapping(repo.download("config.json", needed=["config.json"]) / "config.json", "model"), repo.name
+            )
         if isinstance(ref, str) and (preset := _preset_index().get(ref.strip().lower())):
             return cls.presets()[preset]
         path = Path(ref)

@@ -18,7 +18,7 @@ LONGEST_WARMUP = 2000  # steps; what Llama 2 used for 500,000 (Touvron 2023, sec
 
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 Compress = Literal["none", "bf16", "int8"]
-Sink = Literal["tensorboard", "wandb"]
+Sink = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Kernels = Literal["fused", "compile", "eager"]
 Graphs = Literal["auto", "always", "never"]
 ExpertOverlap = Literal["auto", "none", "gradients", "rows"]
@@ -79,7 +79,7 @@ class Training(FrozenSpec):
     )
     document_mask: bool = Field(False, strict=True, description="attention does not cross the end of a document")
     bucket_mb: float = Field(25.0, gt=0, le=1e5, strict=True, description="10⁶ bytes of gradients reduced together")
-    compress: Compress = Field("none", description="numbers in which gradients travel between data ranks")
+    compress: Compress = Field("none", description="format in which gradients are sent between data ranks")
     reduce_every_microbatch: bool = Field(
         False, strict=True, description="the naive baseline: reduce gradients after each micro-batch, not once a step"
     )
@@ -111,7 +111,7 @@ class Training(FrozenSpec):
     )
     expert_overlap: ExpertOverlap = Field(
         "auto",
-        description="what experts compute while rows travel between ranks: none, gradients of their weights, or rows that stay "
+        description="what experts compute during the all-to-all: nothing, gradients of their weights, or rows that stay "
         "as well; auto: on a GPU gradients, and rows where the estimate gains by it",
     )
     loss_scale: float = Field(65536.0, ge=1, le=2.0**40, strict=True, description="fp16: first factor of the loss")
@@ -125,7 +125,7 @@ class Training(FrozenSpec):
     fp8_gather: Fp8Gather = Field(
         "auto", description="fp8: in which numbers ZeRO-3 gathers the weights of fp8 matmuls; auto: in fp8 where it can"
     )
-    log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="where metrics go beside metrics.jsonl")
+    log: tuple[Sink, ...] = Field((), examples=["tensorboard"], description="loggers that get the metrics beside metrics.jsonl")
     log_every: int = Field(1, ge=1, le=2**40, strict=True, description="steps between records of metrics")
     timeout_s: float = Field(
         600.0, gt=0, le=1e6, strict=True, description="seconds without progress until a run names who holds it up and ends"

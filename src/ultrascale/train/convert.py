@@ -14,6 +14,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.data.corpora import BYTES, STDLIB, SYNTHETIC
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import PLAN, free_bytes, new_folder, refuse_used
+from ultrascale.specs.hub import model_folder
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
@@ -56,19 +57,22 @@ def convert(
     if given[0] == HF:
         if tokenizer is not None:
             raise SpecError(f"--tokenizer goes with weights that are written out, not into {given[2]}: leave it out")
-        return from_hf(Path(given[1]), Path(given[2]), progress, gpu)
+        return from_hf(given[1], Path(given[2]), progress, gpu)
     return to_hf(Path(given[0]), Path(given[2]), dtype, tokenizer, progress)
 
 
-def from_hf(source: Path, run: Path, progress: Progress | None = None, gpu: bool = False) -> ConversionResult:
-    """Writes a run at step 0 with these weights and a short job for one process, for `train --resume`."""
+def from_hf(source: str | Path, run: Path, progress: Progress | None = None, gpu: bool = False) -> ConversionResult:
+    """Writes a run at step 0 with these weights and a short job for one process, for `train --resume`.
+
+    `source`: a folder, or `hf://ORG/NAME`.
+    """
     refuse_used(run)
     _need_safetensors()
     import torch
 
     from ultrascale.model.hf_folder import HFFolder
 
-    folder = HFFolder.open(source)
+    folder = HFFolder.open(*model_folder(source))
     model, shapes = folder.model, folder.shapes
     total = 4 * model.parameters
     if (free := free_bytes(run)) < total:

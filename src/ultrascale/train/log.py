@@ -1,8 +1,7 @@
-"""Metrics of a step and their sinks: metrics.jsonl, TensorBoard, Weights & Biases, and a progress line."""
+"""Metrics of a step: metrics.jsonl, the loggers of `train.log`, and a progress line."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -21,6 +20,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import METRICS, sync_folder
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
+from ultrascale.train.sinks import OptionalSink, open_sinks
 
 if TYPE_CHECKING:
     from ultrascale.train.engine import StepResult
@@ -78,7 +78,7 @@ _ALWAYS = [field.name for field in fields(StepRecord) if field.default is MISSIN
 class MetricsLog:
     """Writes metrics.jsonl in a run's folder, one complete line per record, and the other sinks."""
 
-    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[TensorBoardSink | WandBSink] = ()) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None, sinks: Iterable[OptionalSink] = ()) -> None:
         """`resume_step`: the checkpoint's step of a resumed run; later rows are deleted, since their steps are repeated."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
@@ -93,7 +93,7 @@ class MetricsLog:
         self._file.write(json.dumps(record.values(), allow_nan=False) + "\n")
         self._file.flush()
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(record.step, _curves(record))
 
     def sync(self) -> None:
         """Flushes the rows to the disk: a checkpoint must not exist without the rows of its steps."""
@@ -133,54 +133,9 @@ def step_of_row(line: str) -> float:
         return math.inf
 
 
-class TensorBoardSink:
-    def __init__(self, folder: Path, _: Mapping[str, Any]) -> None:
-        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
-
-    def write(self, record: StepRecord) -> None:
-        for name, value in _curves(record).items():
-            self._writer.add_scalar(name, value, global_step=record.step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandBSink:
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        wandb = _module("wandb", "wandb")
-        # The folder's name is the run's identity, so that a resumed run continues its curves.
-        self._run = wandb.init(
-            project="ultrascale", name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=dict(config)
-        )
-
-    def write(self, record: StepRecord) -> None:
-        self._run.log(_curves(record), step=record.step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-SINKS: dict[str, type[TensorBoardSink | WandBSink]] = {"tensorboard": TensorBoardSink, "wandb": WandBSink}
-
-
-def open_sinks(names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> list[TensorBoardSink | WandBSink]:
-    """The sinks of `train.log`, in its order; SpecError if a package is not installed."""
-    return [SINKS[name](folder, config) for name in names]
-
-
 def _curves(record: StepRecord) -> dict[str, float]:
     values = {name: value for name, value in record.values().items() if name not in _NO_CURVE and value is not None}
     return {name: max(value) if isinstance(value, tuple) else float(value) for name, value in values.items()}
-
-
-def _module(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise SpecError(
-            f"train.log is {package} but {package} is not installed: try `pip install {package}`, or train.log=none"
-        ) from None
 
 
 class ProgressLine:
