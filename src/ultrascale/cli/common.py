@@ -87,10 +87,13 @@ def write_json(file: Path | None, data: Any) -> None:
 
 def announce(request: Request) -> None:
     """What is about to run, on the error stream."""
+    from ultrascale.launch import launcher
     from ultrascale.train.log import batch_line
 
     console = terminal(to_errors=True)
     console.print(f"{request.job.model.name}: {request.layout}; {batch_line(request.layout, request.job.seq)}")
+    if launcher.has_gpu():
+        console.print(request.job.mfu_convention)
     if request.resume is not None:
         console.print(f"resuming from {request.resume}, to step {request.training.steps}")
     for note in request.notes:

@@ -29,7 +29,9 @@ from ultrascale.cli.common import (
 )
 from ultrascale.specs.errors import SpecError
 
-STEPS_BEFORE = 3  # before a profile records: compilation, the step whose memory is measured, the profiler's slow first step
+# Before a profile records: compilation, the step whose memory is measured, the profiler's slow first step; on a GPU also those
+# before and in which CUDA graphs are captured (kernels/cuda_graphs.py).
+STEPS_BEFORE, STEPS_BEFORE_ON_GPU = 3, 7
 
 if TYPE_CHECKING:
     from ultrascale.measure.trace_analysis import Analysis
@@ -198,7 +200,8 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
         raise SpecError("train.steps is what --steps says here, and some steps before those that are recorded: leave it out")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes to the error stream
     mine = rank_info_from_env() if nproc is None else None
-    settings = {"train.steps": STEPS_BEFORE + steps, "checkpoint.save": "false"}
+    before = STEPS_BEFORE_ON_GPU if launcher.has_gpu() else STEPS_BEFORE
+    settings = {"train.steps": before + steps, "checkpoint.save": "false"}
     request = from_words(words, settings, mine.world if mine else nproc, launcher.has_gpu())
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     import_torch()

@@ -28,12 +28,12 @@ def heat_map(cells: Sequence[HeatmapCell], gpu: str) -> go.Figure:
     figure.add_heatmap(
         x=[f"{count}" for count in nodes],
         y=models,
-        z=[[100 * cell.estimate.mfu if cell.estimate else None for cell in row] for row in rows],
+        z=[[100 * cell.estimate.mfu_causal if cell.estimate else None for cell in row] for row in rows],
         text=[[_cell_words(cell) for cell in row] for row in rows],
         texttemplate="%{text}",
         textfont={"size": 11},
         colorscale="Cividis",
-        colorbar={"title": "MFU (%)", "thickness": 12},
+        colorbar={"title": "MFU, causal (%)", "thickness": 12},
         xgap=2,
         ygap=2,
         hovertemplate="%{y} on %{x} nodes<br>%{text}<extra></extra>",
@@ -51,7 +51,7 @@ def _cell_words(cell: HeatmapCell) -> str:
     )
     policy = "" if cell.layout.recompute == "none" else f" {cell.layout.recompute}"
     return (
-        f"{cell.estimate.tokens_per_s_per_gpu:,.0f} tok/s/GPU<br>{cell.estimate.mfu:.0%} · {cut or 'dp1'}<br>"
+        f"{cell.estimate.tokens_per_s_per_gpu:,.0f} tok/s/GPU<br>{cell.estimate.mfu_causal:.0%} · {cut or 'dp1'}<br>"
         f"zero{cell.layout.zero} mbs{cell.layout.mbs}{policy}"
     )
 

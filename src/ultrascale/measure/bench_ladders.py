@@ -207,7 +207,7 @@ def _run(one: PlannedRung, here: LadderMachine) -> Rung:
         measured=Figures(measured.step_time_s, tensors_gib(measured), exposed_s, measured.time.bubble_s),
         predicted=None if ended.predicted is None else predicted_figures(ended.predicted, reductions),
         tokens_per_s=measured.tokens_per_s,
-        mfu=measured.mfu,
+        mfu=measured.mfu_causal,
         loss=ended.loss,
         first_step_s=ended.first_step_s,
     )

@@ -166,9 +166,13 @@ def terms(first: Estimate | Measurement | None, second: Estimate | Measurement |
             yield ComparedTerm(name, unit, *values, part=part)
 
     sides = first, second
-    rates = {"step time": ("step_time_s", "s"), "tokens/s/GPU": ("tokens_per_s_per_gpu", ""), "MFU": ("mfu", "%")}
-    if any(isinstance(side, Measurement) and side.mfu is None for side in sides):
-        del rates["MFU"]  # the machine's peak is not known
+    rates = {
+        "step time": ("step_time_s", "s"),
+        "tokens/s/GPU": ("tokens_per_s_per_gpu", ""),
+        "MFU, causal": ("mfu_causal", "%"),
+    }
+    if any(isinstance(side, Measurement) and side.mfu_causal is None for side in sides):
+        del rates["MFU, causal"]  # the machine's peak is not known
     for name, (field, unit) in rates.items():
         yield from both(name, unit, (getattr(first, field, None), getattr(second, field, None)), part=False)
     for name in TIMES:

@@ -58,8 +58,6 @@ class Profiler(Observer):
         self.out, self.first, self.done = out, engine.training.steps - steps, 0
         self.memory: profile_memory.MemoryTimeline | None = None
         self.problems: list[str] = []
-        if engine.cuda_graphs is not None:
-            engine.cuda_graphs.leave()  # a graph launches kernels outside of the ranges that name them
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.mesh.device.type == "cuda")
         turns = schedule(wait=self.first - 1, warmup=1, active=steps, repeat=1)
         self._profile = profile(activities=activities, schedule=turns, acc_events=True)  # else it warns of a second cycle
@@ -159,6 +157,8 @@ def facts(engine: Engine) -> dict[str, Any]:
         "precision": job.precision,
         "layout": mesh.layout.model_dump(mode="json"),
         "place": {"pp": mesh.place.pp, "dp": mesh.place.dp, "cp": mesh.place.cp, "tp": mesh.place.tp},
+        "cuda_graphs": engine.cuda_graphs is not None and engine.cuda_graphs.used,
+        "train_graphs": engine.training.graphs,
         "gradient_bytes": sum(one.nbytes for chunk in engine.pipeline.chunks.values() for one in chunk.gradients.allocated()),
     }
 

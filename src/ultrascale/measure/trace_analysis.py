@@ -136,8 +136,7 @@ def _gpu(ranks: Sequence[RankTime]) -> Iterator[str]:
         pace = f" of {seconds(late.kernel_s)} on average, launched every {seconds(late.every_s)}" if late.every_s else ""
         yield (
             f"Launch-bound: the GPU is idle for {seconds(late.late_s)} a step ({late.late_s / step:.0%}) because the host "
-            f"launches too late, {late.gaps:,.0f} kernels{pace} ({where}): try a larger layout.mbs, fused or compiled blocks, "
-            "or CUDA graphs"
+            f"launches too late, {late.gaps:,.0f} kernels{pace} ({where}): try a larger layout.mbs{_other_launches(ranks)}"
         )
     late, copies, step = max(found, key=lambda one: one[1].waits)
     if copies.waits > MANY_WAITS or late.after_waits_s >= WORTH * step:
@@ -151,6 +150,14 @@ def _gpu(ranks: Sequence[RankTime]) -> Iterator[str]:
             f"{copies.pageable:,.0f} copies a step between host and GPU use pageable memory, "
             f"{copies.pageable_bytes / 2**20:,.2f} MiB: pin it (pin_memory=True) and copy with non_blocking=True"
         )
+
+
+def _other_launches(ranks: Sequence[RankTime]) -> str:
+    """What else launches fewer kernels: of our engine's runs only what is not on already."""
+    run = next((one.run for one in ranks if one.run), None)
+    if run is None:
+        return ", fused or compiled blocks, or CUDA graphs"
+    return " or train.graphs=auto" if run.get("train_graphs") == "never" and not run.get("cuda_graphs") else ""
 
 
 def _operators(ranks: Sequence[RankTime]) -> Iterator[str]:

@@ -62,7 +62,7 @@ def headline(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "tokens/s on every GPU", f"{found.tokens_per_s_per_gpu:,.0f}"
     yield "tokens/s in all", f"{found.tokens_per_s:,.0f}"
     if knows_peak(plan.job):
-        yield "MFU", f"{found.mfu:.1%}"
+        yield "MFU, causal", f"{found.mfu_causal:.1%}"
     yield f"peak memory of {found.capacity_gib:,.1f} GiB", f"{found.peak_gib:,.1f} GiB"
     yield "parameters", count(plan.job.model.parameters)
     if found.train_days is not None:

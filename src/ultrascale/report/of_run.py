@@ -131,8 +131,8 @@ def _lanes(folder: Path) -> Iterator[str]:
 def _headline(run: Measurement, rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     yield "one step, measured", seconds(run.step_time_s)
     yield "tokens/s on every GPU" if "cuda" in run.device else "tokens/s of every process", f"{run.tokens_per_s_per_gpu:,.0f}"
-    if run.mfu is not None:
-        yield "MFU", f"{run.mfu:.1%}"
+    if run.mfu_causal is not None:
+        yield "MFU, causal", f"{run.mfu_causal:.1%}"
     yield "peak memory", f"{run.peak_gib:,.2f} GiB"
     if rows:
         yield f"loss at step {rows[-1]['step']:,}", last_loss(rows)

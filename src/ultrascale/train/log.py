@@ -44,7 +44,7 @@ class StepRecord:
     lr: float
     tokens_per_s_per_gpu: float
     mfu: float | None
-    """None if the peak of the hardware is unknown"""
+    """with causal attention (`Job.mfu_convention`); None if the peak of the hardware is unknown"""
     peak_gib: float | None
     data_wait_s: float | None = None
     step_time_s: float | None = None
@@ -230,7 +230,7 @@ class MetricsRecorder:
         self.request = request
         layout, job = request.layout, request.job
         self.tokens = layout.batch_tokens(job.seq)
-        per_token = flops.model_flops(job.model, job.seq)
+        per_token = flops.model_flops(job.model, job.seq, causal=True)
         self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
         sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
         self.log = MetricsLog(out, start if request.goes_on_in(out) else None, sinks) if out else None
