@@ -47,6 +47,7 @@ def test_a_run_resumes_in_its_folder(run: Run, copied: Path) -> None:
     assert code == 0, err
     assert "resuming from" in err
     assert "step-000004" in err
+    assert "6 steps instead of 4 change the learning rates to come: step 5" in err
     after = curve(copied)
     assert list(after) == [1, 2, 3, 4, 5, 6]
     assert {step: after[step] for step in before} == before

@@ -100,3 +100,14 @@ def test_memory_formulas_are_the_peak_stages() -> None:
     # ZeRO-1 over dp = 2: master is 2·model_bf16 / 2, optimizer 4·model_bf16 / 2
     assert peak.master == pytest.approx(peak.parameters)
     assert peak.optimizer == pytest.approx(2 * peak.parameters)
+
+
+def test_only_the_zero_stage_in_use_has_traffic() -> None:
+    plan = planned("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, gas=4))
+    rows = {one.name: one for one in strategies(plan) if "ZeRO" in one.name}
+    assert {name: one.degree for name, one in rows.items()} == {
+        "DP + ZeRO-1": "not in use",
+        "DP + ZeRO-2": "not in use",
+        "DP + ZeRO-3": "in use",
+    }
+    assert [one.communication.endswith("none here") for one in rows.values()] == [True, True, False]

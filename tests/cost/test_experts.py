@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from builders import make_job
-from ultrascale.cost import operators, stages
+from ultrascale.cost import communication, operators, stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import activations
@@ -15,6 +15,7 @@ from ultrascale.cost.step import component_times
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
 
 SEQ = 4096
 MEGATRON = Framework.load("megatron-core")
@@ -107,3 +108,39 @@ def test_expert_biases_are_separate_memory_bound_operators() -> None:
     assert separate.memory_bound.input_grad - inside.memory_bound.input_grad == pytest.approx(40 * elements / stream)
     without, with_ = (layer(megatron_job(transformer_engine=flag), dp=16, ep=8).total.total for flag in (False, True))
     assert without == with_
+
+
+def test_an_all_gather_brings_every_token_to_every_expert_rank() -> None:
+    of = megatron_job()
+    layout = Layout(dp=16, ep=16, dispatcher="allgather")
+    gather, scatter = communication.gathered_tokens(Workload(of, LayoutColumns.of([layout]), ClusterRates(of)))
+    tokens = 16 * SEQ * of.model.hidden * 2
+    assert (gather.collective, scatter.collective) == ("all_gather", "reduce_scatter")
+    assert gather.wire_bytes[0] == scatter.wire_bytes[0] == pytest.approx(tokens * 15 / 16)
+
+
+def test_node_limited_routing_reaches_fewer_nodes() -> None:
+    """DeepSeek-V3 on 8 nodes: of 8 groups of experts a token chooses from 4."""
+    model = Model.load("deepseek-v3")
+    assert model.moe is not None
+    free = model.model_copy(update={"moe": model.moe.model_copy(update={"groups": 1, "top_groups": 1})})
+    layout = Layout(dp=64, ep=64, zero=1, dispatcher="deepep")
+
+    def exposed_s(of: Model) -> float:
+        job = make_job(of, "64xh100", SEQ, layout, framework="megatron-core")
+        return float(communication.expert_traffic(Workload(job, LayoutColumns.of([layout]), ClusterRates(job))).forward_s[0])
+
+    assert exposed_s(model) < 0.9 * exposed_s(free)
+
+
+def test_deepep_and_hybridep_hide_no_shared_expert_in_megatron() -> None:
+    layout = Layout(dp=16, ep=16, zero=1)
+    job = make_job("deepseek-v2-lite", "16xh100", SEQ, layout, framework="megatron-core")
+
+    def exposed_s(job: Job, dispatcher: str) -> float:
+        columns = LayoutColumns.of([layout.changed(dispatcher=dispatcher)])
+        return float(communication.expert_traffic(Workload(job, columns, ClusterRates(job))).forward_s[0])
+
+    alone = job.changed(framework=job.framework.model_copy(update={"shared_expert_overlap": False}))
+    assert exposed_s(job, "alltoall") < exposed_s(alone, "alltoall")
+    assert exposed_s(job, "deepep") == exposed_s(alone, "deepep")

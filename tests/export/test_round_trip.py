@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_builders import PLANS, exported, plan_of, planned, random_plan
 
+from builders import make_job
 from ultrascale.export import header, targets, write
 from ultrascale.export.check import ExportCheck, check_export
 from ultrascale.export.common import EngineFormat
@@ -42,6 +43,23 @@ def test_an_engine_runs_the_plan_or_the_lost_fields_are_named(engine: EngineForm
     if found.actual is not None:
         named = dict.fromkeys(_short(one.field) for one in found.differences if not one.field.startswith("framework."))
         assert sorted(named) == sorted(lost)
+
+
+@pytest.mark.parametrize(
+    ("title", "dispatcher"),
+    [
+        *(("Megatron-LM", one) for one in ("alltoall", "allgather", "deepep", "hybridep")),
+        *((title, one) for title in ("torchtitan 0.2 (TOML)", "torchtitan 0.3 (Python)") for one in ("alltoall", "deepep")),
+    ],
+)
+def test_the_dispatcher_of_experts_is_exported(title: str, dispatcher: str) -> None:
+    engine = next(one for one in ENGINES if one.title.startswith(title))
+    zero = 1 if title == "Megatron-LM" else 3
+    layout = Layout(dp=16, ep=16, zero=zero, gas=4).changed(dispatcher=dispatcher)
+    job = make_job("qwen3-30b-a3b", "16xh100", 4096, layout, framework=engine.framework)
+    found = checked(engine, planned(job, layout))
+    assert found.differences == ()
+    assert found.same
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)

@@ -10,6 +10,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.measure import verify as measure
 from ultrascale.measure.verify import verify
 from ultrascale.measure.verify_layouts import MOST_PROCESSES, compositions, reduced, small_job, spread
+from ultrascale.measure.verify_recording import Bounds
 from ultrascale.parallel import mesh as meshes
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -127,3 +128,16 @@ def test_a_plan_with_too_many_ranks_per_replica_is_refused():
     layout = Layout(tp=8, pp=8, gas=64)
     with pytest.raises(SpecError, match="at most 16 processes"):
         reduced(large(layout), layout)
+
+
+def test_a_load_near_the_mean_leaves_the_sign_of_its_bias_open() -> None:
+    """Three steps; the first expert has the mean's tokens, the second never does. One token is 1 % of the largest load."""
+    loads = torch.tensor([[100.0, 60.0, 140.0, 100.0]], dtype=torch.float64)
+    reference = {f"{step}/expert_tokens": loads for step in (1, 2, 3)}
+    key = "3/weight/blocks.2.mlp.router.bias"
+    reference[key] = torch.tensor([0.0, 3e-3, -3e-3, 0.0])
+    flipped = torch.tensor([2e-3, 3e-3, -3e-3, 0.0])
+    coarse, fine = (Bounds.measured(reference, [reference], eps, bias_rate=1e-3) for eps in (7.8e-3, 1.2e-7))
+    assert coarse.excess(key, flipped, reference[key])[1] <= 1
+    assert coarse.excess(key, reference[key] + 0.02, reference[key])[1] > 1
+    assert fine.excess(key, flipped, reference[key])[1] > 1

@@ -90,6 +90,22 @@ def test_another_number_of_gpus_keeps_the_batch() -> None:
     assert found.estimate.step_time_s < TODAY.estimate.step_time_s
 
 
+def test_another_gpu_and_another_network() -> None:
+    found = what_if(TODAY, "gpu=h200")
+    assert (found.job.cluster.gpu.name, found.job.cluster.gpus) == ("h200", 64)
+    assert found.estimate is not None
+    assert found.estimate.capacity_gib > TODAY.estimate.capacity_gib
+    slow = what_if(TODAY, "network_gb_s=5")
+    assert slow.job.cluster.network_gb_s == 5
+    assert slow.estimate is not None
+    assert slow.estimate.time.data_s > TODAY.estimate.time.data_s
+    both = what_if(TODAY.model_copy(update={"job": slow.job}), "gpu=h200,gpus=32")
+    assert (both.job.cluster.network_gb_s, both.job.cluster.gpus) == (5, 32)  # a network that was given stays
+    for change, words in (("network_gb_s=fast", "must be GB/s per GPU"), ("gpu=h2000", "h200")):
+        with pytest.raises(SpecError, match=words):
+            what_if(TODAY, change)
+
+
 def test_a_longer_sequence_keeps_the_tokens() -> None:
     found = what_if(TODAY, "seq=16k")
     assert (found.job.seq, found.job.batch_tokens) == (16384, TODAY.job.batch_tokens)
