@@ -56,7 +56,9 @@ def test_memory_over_a_step_reaches_the_peak(four_stages: Plan) -> None:
 
 def test_time_bars_add_up_to_the_step(four_stages: Plan) -> None:
     figure = plan_figures.time_by_cause(four_stages)
-    assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(1e3 * four_stages.estimate.time.total)
+    assert sum(sum(trace.x) for trace in figure.data) * {"time (s)": 1, "time (ms)": 1e-3}[
+        figure.layout.xaxis.title.text
+    ] == pytest.approx(four_stages.estimate.time.total)
     labels = [label for trace in figure.data for label in trace.y]
     assert len(labels) == len(set(labels))
 
@@ -207,16 +209,13 @@ def test_memory_stands_beneath_the_pipeline(four_stages: Plan) -> None:
     ("low", "high", "texts"),
     [
         (0.4, 3.0, ["0.5 s", "1 s", "2 s"]),
-        (150.0, 30_000.0, ["200 s", "500 s", "1k s", "2k s", "5k s", "10k s", "20k s"]),
-        (1e-3, 1e5, ["0.001 s", "0.01 s", "0.1 s", "1 s", "10 s", "100 s", "1k s", "10k s", "100k s"]),
+        (150.0, 7_000.0, ["200 s", "500 s", "1k s", "2k s", "5k s"]),
+        (6.39, 16.6, ["8 s", "10 s", "12 s", "14 s", "16 s"]),
+        (2.1, 2.13, ["2.1 s", "2.15 s"]),
+        (1e-2, 1e5, ["0.01 s", "0.1 s", "1 s", "10 s", "100 s", "1k s", "10k s", "100k s"]),
     ],
 )
 def test_logarithmic_axes_have_round_ticks(low: float, high: float, texts: list[str]) -> None:
     axis = style.log_ticks(low, high, " s")
     assert axis["ticktext"] == texts
     assert axis["type"] == "log"
-
-
-def test_a_narrow_logarithmic_axis_still_has_ticks() -> None:
-    assert len(style.log_ticks(2.1, 2.4)["tickvals"]) >= 2
-    assert len(style.log_ticks(2.1, 2.1)["tickvals"]) == 1

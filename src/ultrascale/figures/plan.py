@@ -125,9 +125,12 @@ TIME_WORDS = {
 
 
 def time_by_cause(plan: Plan) -> go.Figure:
-    """A bar per cause, longest at the top of its group, with milliseconds and its share."""
+    """A bar per cause, longest at the top of its group, with its time and share."""
     found = plan.estimate
-    figure = style.new_figure(f"One step by cause: {seconds(found.step_time_s)} of the slowest rank", "ms", height=460)
+    unit, factor = ("s", 1.0) if found.step_time_s >= 1 else ("ms", 1e3)
+    figure = style.new_figure(
+        f"One step by cause: {seconds(found.step_time_s)} of the slowest rank", f"time ({unit})", height=460
+    )
     total = found.time.total
     for name, causes, marker in GROUPS:
         shown = sorted((c for c in causes if getattr(found.time, c) > 0), key=lambda c: -getattr(found.time, c))
@@ -137,14 +140,14 @@ def time_by_cause(plan: Plan) -> go.Figure:
                 name=name,
                 orientation="h",
                 y=[TIME_WORDS[cause] for cause in shown],
-                x=[value * 1e3 for value in values],
+                x=[value * factor for value in values],
                 text=[f"{value / total:.1%}" for value in values],
                 textposition="outside",
                 cliponaxis=False,
                 marker=marker,
-                hovertemplate="%{y}: %{x:,.2f} ms (%{text})<extra></extra>",
+                hovertemplate=f"%{{y}}: %{{x:,.3f}} {unit} (%{{text}})<extra></extra>",
             )
-    longest = max(getattr(found.time, cause) for cause in CAUSES) * 1e3
+    longest = max(getattr(found.time, cause) for cause in CAUSES) * factor
     figure.update_xaxes(range=[0, 1.15 * longest])
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -211,7 +214,12 @@ def pipeline(plan: Plan) -> go.Figure:
     figure.update_layout(
         height=height,
         yaxis_domain=[share + 0.04, 1],
-        yaxis2={**axis, "title": {"text": f"GiB, stage {place}"}, "domain": [0, share - 0.02], "anchor": "x"},
+        yaxis2={
+            **axis,
+            "title": {"text": f"GiB, stage {place}", "font": {"size": 13}},
+            "domain": [0, share - 0.02],
+            "anchor": "x",
+        },
         xaxis_anchor="y2",
     )
     red = style.COLORS["limit"]
@@ -257,7 +265,10 @@ def gantt(timeline: Timeline, name: str, unit: str = "") -> go.Figure:
                 width=[0.42 if half else 0.86 for half in halved],
                 # A pair runs at once: its forward is drawn in the upper half, its backward in the lower.
                 offset=[-0.43 if kind is ActionKind.F or not half else 0.01 for half in halved],
-                marker={"color": colour, "line": {"color": "rgba(0,0,0,0.35)", "width": 0.5}},
+                marker={
+                    "color": colour,
+                    "line": {"color": "rgba(0,0,0,0.35)", "width": 0.5 if len(events) <= LABELLED_BARS else 0},
+                },
                 text=[str(event.action.microbatch) for event in mine] if len(events) <= LABELLED_BARS else None,
                 textposition="inside",
                 insidetextanchor="middle",

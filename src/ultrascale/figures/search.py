@@ -142,9 +142,6 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         orientation="h",
         y=[other.change for other in others],
         x=changes,
-        text=[f"{change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
-        textposition="outside",
-        cliponaxis=False,
         marker={
             "color": [style.COLORS["other layouts" if other.fits else "limit"] for other in others],
             "pattern": {"shape": ["" if other.fits else "/" for other in others]},
@@ -152,8 +149,18 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         customdata=[other.verdict for other in others],
         hovertemplate="%{y}: %{customdata}<extra></extra>",
     )
+    figure.add_scatter(  # to the right of zero even where the bar is to its left, where the names of the changes are
+        y=[other.change for other in others],
+        x=[max(0.0, change) for change in changes],
+        mode="text",
+        text=[f" {change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
+    figure.update_layout(showlegend=False)
     low, high = min(0.0, *changes, 0.0), max(0.0, *changes, 0.0)
-    room = 0.3 * (high - low or 1.0)
-    figure.update_xaxes(range=[low - room * (low < 0), high + room])
+    room = 0.4 * (high - low or 1.0)
+    figure.update_xaxes(range=[1.05 * low, high + room])
     figure.update_yaxes(autorange="reversed")
     return figure

@@ -53,7 +53,7 @@ BUBBLE = {"color": "rgba(128,128,128,0.14)", "pattern": {"shape": "/", "fgcolor"
 # Runs, GPU kinds, techniques: names without a meaning of their own. Paul Tol 2021, "Colour Schemes", bright.
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+FONT = "Roboto, system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 PAPER = {"light": "#ffffff", "dark": "#16181d"}
 INK = {"light": "#1f2328", "dark": "#e6e8eb"}
 GRID = {"light": "#e3e6ea", "dark": "#31353d"}
@@ -73,8 +73,8 @@ def new_figure(title: str, x: str = "", y: str = "", height: int = 420) -> go.Fi
     # In one call: updating an existing figure costs Plotly several times as much.
     layout = {
         "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 15}},
-        "xaxis": {**_axis("light"), "title": {"text": x or None}},
-        "yaxis": {**_axis("light"), "title": {"text": y or None}},
+        "xaxis": {**_axis("light"), "title": {"text": x or None, "font": {"size": 13}}},
+        "yaxis": {**_axis("light"), "title": {"text": y or None, "font": {"size": 13}}},
         "height": height,
         "margin": {"l": 64, "r": 24, "t": 56, "b": 104},
         "legend": {"orientation": "h", "yref": "container", "yanchor": "bottom", "y": 0, "x": 0, "traceorder": "normal"},
@@ -136,17 +136,20 @@ def mark_level(figure: go.Figure, level: float, text: str) -> None:
 
 
 def log_ticks(low: float, high: float, unit: str = "") -> dict[str, Any]:
-    """A logarithmic axis from `low` to `high` with ticks at 1, 2 and 5 of each decade, or at the decades if those are many."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    digits = (1, 2, 5) if last - first <= 4 else (1,)
-    values = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
-    room = 0.04 * max(math.log10(high / low), 0.3)
+    """A logarithmic axis with round ticks: decades, or 1, 2 and 5 of each, or even steps where the range is narrow."""
+    room = 0.04 * max(math.log10(high / low), 0.1)
     ends = math.log10(low) - room, math.log10(high) + room
-    shown = [value for value in values if ends[0] <= math.log10(value) <= ends[1]]
-    if len(shown) < 2:  # less than a factor of two: no round numbers
-        shown = [low * (high / low) ** (step / 3) for step in range(4)] if high > low else [low]
-    texts = [f"{_short(value)}{unit}" for value in shown]
-    return {"type": "log", "range": list(ends), "tickvals": shown, "ticktext": texts}
+    powers = range(math.floor(ends[0]), math.ceil(ends[1]) + 1)
+    if high / low < 4:
+        step = max(10.0 ** math.floor(math.log10(max(high - low, low / 10) / 2)) / 2, 1e-12)
+        step *= next(times for times in (1, 2, 4, 10, 20) if (high - low) / (step * times) <= 6)
+        values = [step * place for place in range(math.ceil(10 ** ends[0] / step), math.floor(10 ** ends[1] / step) + 1)]
+    else:
+        few = [10.0**power for power in powers if ends[0] <= power <= ends[1]]
+        every = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        values = few if len(few) > 2 else [value for value in every if ends[0] <= math.log10(value) <= ends[1]]
+    texts = [f"{_short(value)}{unit}" for value in values]
+    return {"type": "log", "range": list(ends), "tickvals": values, "ticktext": texts}
 
 
 def _short(value: float) -> str:

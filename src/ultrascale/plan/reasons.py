@@ -258,7 +258,11 @@ def _speed(
     costs = sorted(((getattr(predicted.time, cause), cause) for cause in CAUSES), reverse=True)
     top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / predicted.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
     # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
-    used = "" if job.cluster.efficiency.synchronous else f" (MFU {predicted.mfu:.1%})"
+    used = (
+        ""
+        if job.cluster.efficiency.synchronous
+        else f" (MFU {predicted.mfu_causal:.1%}, causal attention, {job.precision} peak)"
+    )
     yield f"a step takes {seconds(predicted.step_time_s)}{used}: {top}"
     for axis, label in (("tp", "TP"), ("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
         value, twice = getattr(layout, axis), 2 * getattr(layout, axis)
