@@ -19,22 +19,20 @@ from ultrascale.specs.units import GIB, seconds
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-OWNER_WORDS = {"master": "fp32 master weights", "optimizer": "optimizer states", "runtime": "runtime and allocator"}
-
 
 def memory_by_stage(plan: Plan) -> go.Figure:
     """Stacked bars of each stage's peak against the GPU's memory; one horizontal bar without a pipeline."""
     found = plan.estimate
     flat = len(found.memory) == 1
     stages = ["" if flat else str(one.stage) for one in found.memory]
-    words = ("GiB on each GPU", "") if flat else ("pipeline stage", "GiB on each GPU of the stage")
-    figure = style.new_figure("Memory at the peak, by owner", *words, height=260 if flat else 420)
-    for owner in OWNERS:
+    axes = ("GiB on each GPU", "") if flat else ("pipeline stage", "GiB on each GPU of the stage")
+    figure = style.new_figure("Memory at the peak, by owner", *axes, height=280 if flat else 420)
+    for owner, words in OWNERS.items():
         sizes_gib = [getattr(one.memory, owner) / GIB for one in found.memory]
         if any(sizes_gib):
             along, across = ("y", "x") if flat else ("x", "y")
             figure.add_bar(
-                name=OWNER_WORDS.get(owner, owner),
+                name=words,
                 orientation="h" if flat else "v",
                 **{along: stages, across: sizes_gib},
                 marker={"color": style.OWNER_COLORS[owner], "line": {"color": "rgba(255,255,255,0.6)", "width": 0.5}},

@@ -84,7 +84,7 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
                 showlegend=bool(name),
                 hoverinfo="skip",
             )
-        axis = style.log_ticks(*ends)
+        axis = style.log_ticks(ends[0], ends[1])
         figure.update_xaxes(**axis)
         figure.update_yaxes(**axis)
     return figure

@@ -77,7 +77,15 @@ def new_figure(title: str, x: str = "", y: str = "", height: int = 420) -> go.Fi
         "yaxis": {**_axis("light"), "title": {"text": y or None, "font": {"size": 13}}},
         "height": height,
         "margin": {"l": 64, "r": 24, "t": 56, "b": 104},
-        "legend": {"orientation": "h", "yref": "container", "yanchor": "bottom", "y": 0, "x": 0, "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "yanchor": "bottom",
+            "y": 0,
+            "x": 0,
+            "traceorder": "normal",
+            "font": {"size": 12},
+        },
         "bargap": 0.25,
     }
     return graph_objects().Figure(layout={**layout, **layout_of("light")})
@@ -140,10 +148,11 @@ def log_ticks(low: float, high: float, unit: str = "") -> dict[str, Any]:
     room = 0.04 * max(math.log10(high / low), 0.1)
     ends = math.log10(low) - room, math.log10(high) + room
     powers = range(math.floor(ends[0]), math.ceil(ends[1]) + 1)
-    if high / low < 4:
-        step = max(10.0 ** math.floor(math.log10(max(high - low, low / 10) / 2)) / 2, 1e-12)
-        step *= next(times for times in (1, 2, 4, 10, 20) if (high - low) / (step * times) <= 6)
-        values = [step * place for place in range(math.ceil(10 ** ends[0] / step), math.floor(10 ** ends[1] / step) + 1)]
+    if high / low < 7:  # 1, 2 and 5 may leave a single tick there
+        first, last = 10 ** ends[0], 10 ** ends[1]
+        step = 10.0 ** math.floor(math.log10((last - first) / 2)) / 2
+        step *= next(times for times in (1, 2, 4, 10, 20) if last - first <= 6 * step * times)
+        values = [step * place for place in range(math.ceil(first / step), math.floor(last / step) + 1)]
     else:
         few = [10.0**power for power in powers if ends[0] <= power <= ends[1]]
         every = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]

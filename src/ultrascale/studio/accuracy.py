@@ -37,11 +37,12 @@ class PublishedScores:
         """Predict some more runs; whether there are others left."""
         async with self.lock:
             if self.left is None:
-                runs = (await run.io_bound(read, self.file))[0] if self.file is not None else []
+                found = await run.io_bound(read, self.file) if self.file is not None else None
+                runs = found[0] if found is not None else []
                 self.left = [one for start in range(SPREAD) for one in runs[start::SPREAD]]
             part = self.left[:count]
             if part:
-                self.scored += await run.io_bound(score, part)
+                self.scored += await run.io_bound(score, part) or []
                 self.left = self.left[count:]
             return bool(self.left)
 

@@ -62,7 +62,8 @@ def no_fit_fixes(result: Result, ask: PlannerQuery) -> list[Fix]:
             values["fix"] = ",".join(part for part in (ask.fix, f"offload={change.layout.offload}") if part)
         changed = {name: value for name, value in values.items() if value != getattr(ask, name)}
         if changed:
-            found.append((change.text.split(" (--")[0].capitalize() + f": {change.estimate.peak_gib:,.1f} GiB", changed))
+            text = change.text.split(" (--")[0]
+            found.append((f"{text[0].upper()}{text[1:]}: {change.estimate.peak_gib:,.1f} GiB", changed))
     return found
 
 
