@@ -295,6 +295,7 @@ def test_a_wrong_field_is_marked_and_the_page_stays_usable(address: str, page: A
 def test_a_manual_layout_becomes_a_selected_row(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1&fix=tp=1")
     first_layout(page)
+    page.wait_for_selector(".us-reasons li >> nth=2")
     slider = page.get_by_role("slider", name="tp", exact=True).locator("[tabindex='0']")
     slider.focus()
     slider.press("ArrowRight")
@@ -352,11 +353,11 @@ def test_an_exception_is_on_the_page_and_in_the_log(browser: Any, address: str, 
     tab.set_default_timeout(120_000)
     (place / "runs" / "broken").mkdir()
     (place / "runs" / "broken" / "plan.yaml").write_text("{}")
-    (place / "runs" / "broken" / "metrics.jsonl").mkdir()  # a folder where a file is read
+    (place / "runs" / "broken" / "metrics.jsonl").write_text('{"loss": 1.0}\n')  # a row without its step
     try:
         tab.goto(f"{address}/runs?run=broken")
-        tab.wait_for_selector("text=/Internal error, IsADirectoryError/")
-        assert "IsADirectoryError" in (place / "log").read_text()
+        tab.wait_for_selector("text=/Internal error, KeyError/")
+        assert "KeyError: 'step'" in (place / "log").read_text()
     finally:
         tab.close()
         shutil.rmtree(place / "runs" / "broken")

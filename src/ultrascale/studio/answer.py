@@ -7,11 +7,13 @@ from html import escape
 
 from nicegui import ui
 
+from ultrascale.plan.advice import NoFit
 from ultrascale.plan.search import Result
 from ultrascale.show.plan import knows_peak
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 from ultrascale.studio.address import PlannerQuery
+from ultrascale.studio.layout_table import layout_words
 
 Fix = tuple[str, dict[str, str]]
 
@@ -46,6 +48,15 @@ def _interval(low: float, high: float, unit: str) -> str:
     if unit == " s" and high < 1:
         low, high, unit = 1e3 * low, 1e3 * high, " ms"
     return f"{low:,.3g}–{high:,.3g}{unit}, 80 % interval"
+
+
+def no_fit_words(found: NoFit) -> str:
+    none = "No single change makes it fit: try more GPUs and shorter sequences."
+    after = "What makes it fit, cheapest first:" if found.changes else none
+    return (
+        f"The closest layout, {layout_words(found.layout)}, needs {found.peak_gib:,.1f} GiB per GPU and there are "
+        f"{found.capacity_gib:,.1f}: {found.short_gib:,.1f} GiB too much. {after}"
+    )
 
 
 def no_fit_fixes(result: Result, ask: PlannerQuery) -> list[Fix]:

@@ -59,6 +59,7 @@ class LayoutTable:
         self.grid.props(":rows-per-page-options=[0]").mark("layouts")
         self.grid.add_slot("body-selection", RADIO)
         self.grid.add_slot("body-cell-fits", FITS)
+        self.grid.set_visibility(False)
         self.grid.on("row-click", self._clicked, [[], ["number"], None])
 
     def show(self, rows: Sequence[dict[str, Any]], selected: int | None = None) -> None:
@@ -67,6 +68,7 @@ class LayoutTable:
             {"name": name, "label": HEADS[name], "field": name, "align": "left" if name in LEFT else "right"} for name in names
         ]
         self.grid.rows = list(rows)
+        self.grid.set_visibility(bool(rows))
         self.grid.selected = [row for row in rows if row["number"] == selected]
 
     def _selected(self, event: events.TableSelectionEventArguments) -> None:

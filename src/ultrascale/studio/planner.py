@@ -30,7 +30,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import HEADER, Plan
 from ultrascale.studio.address import PlannerQuery, changes_text, words
-from ultrascale.studio.answer import cards, error_fixes, no_fit_fixes
+from ultrascale.studio.answer import cards, error_fixes, no_fit_fixes, no_fit_words
 from ultrascale.studio.cluster_map import ClusterMap
 from ultrascale.studio.frame import Chart, Frame, table
 from ultrascale.studio.job_form import JobForm
@@ -136,6 +136,8 @@ class Planner:
         self.form.mark(errors)
         if errors:
             self.frame.say("\n".join(errors.values()))
+            if self.result is None:
+                self.summary.text = "Correct the marked fields to see layouts."
             return
         self.form.shape.text = f"pasted: {ask.the_model().name}" if ask.shape else ""
         job = ask.job()
@@ -187,7 +189,7 @@ class Planner:
         )
         self.manual = None
         if found.no_fit is not None:
-            self.show_empty("Nothing fits", str(found.no_fit), no_fit_fixes(found, self.frame.ask))
+            self.show_empty("Nothing fits", no_fit_words(found.no_fit), no_fit_fixes(found, self.frame.ask))
             return
         self.show_sections(True)
         best = found.plans[0]
