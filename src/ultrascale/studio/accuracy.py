@@ -16,8 +16,8 @@ from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
 SPREAD = 16  # runs are predicted in this many passes over the file, so that the first few are from all of its sources
-PART, WARM_PART = 24, 6  # runs per prediction: while a page waits, and before one does
-PAUSE_S, DRAW_S = 0.3, 0.6
+FIRST_PART, PART = 8, 24  # runs per prediction
+DRAW_S = 0.6
 
 
 class PublishedScores:
@@ -33,24 +33,19 @@ class PublishedScores:
     def total(self) -> int:
         return len(self.scored) + len(self.left or ())
 
-    async def more(self, count: int = PART) -> bool:
+    async def more(self) -> bool:
         """Predict some more runs; whether there are others left."""
         async with self.lock:
             if self.left is None:
                 found = await run.io_bound(read, self.file) if self.file is not None else None
                 runs = found[0] if found is not None else []
                 self.left = [one for start in range(SPREAD) for one in runs[start::SPREAD]]
+            count = PART if self.scored else FIRST_PART
             part = self.left[:count]
             if part:
                 self.scored += await run.io_bound(score, part) or []
                 self.left = self.left[count:]
             return bool(self.left)
-
-    async def warm(self) -> None:
-        """Predict before a page asks, slowly enough for the planner to answer meanwhile."""
-        await asyncio.sleep(10 * PAUSE_S)
-        while await self.more(WARM_PART):
-            await asyncio.sleep(PAUSE_S)
 
 
 class Accuracy:
@@ -62,6 +57,7 @@ class Accuracy:
             self.group = ui.toggle(["gpu", "system", "source"], value="gpu", on_change=self.draw)
             self.group.props("no-caps dense unelevated").classes("q-mt-sm").mark("by")
         self.chart = Chart(self.frame, "scatter")
+        self.chart.show(run_figures.accuracy([]))  # empty: the browser loads Plotly while the first runs are predicted
         self.worst = ui.element("section").classes("us-card us-scroll")
         self.worst.set_visibility(False)
 
@@ -77,6 +73,7 @@ class Accuracy:
                 if not self.frame.closed and (not more or time.monotonic() - drawn_s > DRAW_S):
                     self.draw()
                     drawn_s = time.monotonic()
+                    await asyncio.sleep(0.1)  # send it before the next part occupies the interpreter
 
     def draw(self) -> None:
         scored = self.scores.scored

@@ -42,7 +42,7 @@ def origins(port: int) -> list[str]:
 
 def pages(folder: Path, accuracy: Path | None) -> None:
     """Register a page per address; what takes long is loaded once the browser is connected."""
-    from nicegui import app, ui
+    from nicegui import ui
     from starlette.requests import Request
 
     from ultrascale.studio.accuracy import Accuracy, PublishedScores
@@ -53,7 +53,6 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from ultrascale.studio.schedules import Schedules
 
     scores = PublishedScores(accuracy)
-    app.on_startup(scores.warm)
     built: dict[str, Callable[[PlannerQuery, dict[str, str]], Any]] = {
         "/": lambda ask, query: Planner(ask),
         "/explore": lambda ask, query: Explore(ask),
