@@ -25,7 +25,7 @@ QUESTIONS = (
     "model=llama-3-70b&gpu=h100&nodes=32",
     "model=llama-3.1-405b&gpu=h100&nodes=128&batch=16M",
 )
-ROW = "document.querySelector('table tbody tr')?.innerText"
+ROW = "document.querySelector('.us-layouts tbody tr')?.innerText"
 VERDICT = "document.body.innerText.match(/^.*: It (fits|does not fit).*$/m)?.[0]"
 
 
@@ -70,7 +70,7 @@ def main() -> None:
             for question in QUESTIONS:
                 page = browser.new_page(viewport={"width": 1280, "height": 1000})
                 page.goto(f"http://127.0.0.1:{port}/?{question}")
-                page.wait_for_selector("table tbody tr:has-text('mbs')", timeout=120_000)
+                page.wait_for_selector(".us-layouts tr.selected", timeout=120_000)
                 page.wait_for_selector(".main-svg")
                 time.sleep(2)
                 seq = answered_s(page, partial(page.get_by_label("Sequence (tokens)").fill, "4k"))

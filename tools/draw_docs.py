@@ -63,7 +63,7 @@ def data_parallelism() -> str:
             takes, exposed = sum(one.time_s for one in found.traffic) * 1e3, found.time.data_s * 1e3
             parts = {"exposed": exposed, "hidden behind the last backward": max(0.0, takes - exposed)}
             bars.append(Bar(f"{gpus} {variant}", parts, f"{exposed:.1f} ms exposed", f"of {found.step_time_s * 1e3:,.0f} ms"))
-    colours = {"exposed": style.RED, "hidden behind the last backward": style.SKY}
+    colours = {"exposed": style.COLORS["communication"], "hidden behind the last backward": style.COLORS["computing"]}
     return stacked("The gradient reduction of a step: Llama-3.2-1B on 8, 64 and 512 H100", bars, colours, "ms")
 
 
@@ -91,10 +91,10 @@ def time_parts(found: Estimate, separate_attention: bool = False) -> dict[str, f
 
 
 TIME_COLOURS = {
-    "attention": style.GREEN,
-    "computing": style.BLUE,
-    "exposed communication": style.ORANGE,
-    "bubble, optimizer, host": style.GREY,
+    "attention": style.COLORS["forward"],
+    "computing": style.COLORS["computing"],
+    "exposed communication": style.COLORS["communication"],
+    "bubble, optimizer, host": style.COLORS["host"],
 }
 
 

@@ -8,8 +8,13 @@ from ultrascale.schedules import StageTimes, Timeline, build, simulate
 from ultrascale.schedules.registry import REGISTRY
 from ultrascale.specs.layout import ContextParallel
 
-RANK_COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.PINK)
-KIND_COLOURS = {"F": style.BLUE, "B": style.GREEN, "I": style.SKY, "W": style.ORANGE}
+RANK_COLOURS = style.SERIES[:4]
+KIND_COLOURS = {
+    "F": style.COLORS["forward"],
+    "B": style.COLORS["backward"],
+    "I": style.COLORS["backward"],
+    "W": style.COLORS["weight gradient"],
+}
 KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 RANKS, BATCHES, ROW = 4, 8, 17
 CP, SLICES, CELL = 4, 8, 26

@@ -9,11 +9,10 @@ import argparse
 from pathlib import Path
 
 from ultrascale import Cluster, Estimate, Job, Layout, Model, estimate
+from ultrascale.figures import style
 from ultrascale.specs.estimate import OWNERS
 from ultrascale.specs.units import GIB
 
-# Okabe and Ito's palette: distinguishable with any colour vision.
-COLOURS = dict(zip(OWNERS, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#999999"), strict=True))
 WIDTH, HEIGHT, LEFT, BASE, TOP = 800, 380, 60, 310, 40
 
 
@@ -29,7 +28,9 @@ def bar(x: int, width: int, name: str, one: Estimate, scale: float) -> list[str]
     for owner in OWNERS:
         height = getattr(one.memory[0].memory, owner) / GIB * scale
         level -= height
-        shapes.append(f'<rect x="{x}" y="{level:.1f}" width="{width}" height="{height:.1f}" fill="{COLOURS[owner]}"/>')
+        shapes.append(
+            f'<rect x="{x}" y="{level:.1f}" width="{width}" height="{height:.1f}" fill="{style.OWNER_COLORS[owner]}"/>'
+        )
     verdict = "fits" if one.fits else "does not fit"
     halo = 'paint-order="stroke" stroke="white" stroke-width="4"'
     label = f"{one.peak_gib:.0f} GiB, {verdict}"
@@ -56,7 +57,7 @@ def draw() -> str:
         parts += bar(LEFT + 10 + position * 145, 110, name, one, scale)
     for position, owner in enumerate(OWNERS):
         x = LEFT + position * 104
-        parts.append(f'<rect x="{x}" y="{HEIGHT - 22}" width="12" height="12" fill="{COLOURS[owner]}"/>')
+        parts.append(f'<rect x="{x}" y="{HEIGHT - 22}" width="12" height="12" fill="{style.OWNER_COLORS[owner]}"/>')
         parts.append(f'<text x="{x + 16}" y="{HEIGHT - 12}">{owner}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -94,8 +94,8 @@ def stacked(
         sheet.text(middle, base + 31, bar.under, "middle", 11)
     if mark:
         level = base - mark[0] / top * PLOT
-        sheet.line([(LEFT, level), (WIDTH - RIGHT, level)], style.RED, dashed=True)
-        sheet.text(WIDTH - RIGHT, level - 4, mark[1], "end", fill=style.RED)
+        sheet.line([(LEFT, level), (WIDTH - RIGHT, level)], style.COLORS["limit"], dashed=True)
+        sheet.text(WIDTH - RIGHT, level - 4, mark[1], "end", fill=style.COLORS["limit"])
     sheet.legend(base + 62, {name: colour for name, colour in colours.items() if any(bar.parts.get(name) for bar in bars)})
     return sheet.done()
 
@@ -136,7 +136,7 @@ def curves(
     for x, words in ticks.items():
         sheet.text(across(x), base + 16, words, "middle", 11)
     sheet.text((WIDTH + LEFT) / 2, base + 34, x_unit, "middle")
-    colours = dict(zip(series, (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK, style.SKY), strict=False))
+    colours = dict(zip(series, style.SERIES, strict=False))
     for name, points in series.items():
         visible_points = [(across(x), base - y / top * PLOT) for x, y in points if y <= top]
         sheet.line(visible_points, colours[name], width=2)
@@ -147,7 +147,7 @@ def curves(
         sheet.text(across(mark[0]) + 4, TOP + 10, mark[1], size=11)
     if level:
         y = base - level[0] / top * PLOT
-        sheet.line([(LEFT, y), (WIDTH - RIGHT, y)], style.RED, dashed=True)
-        sheet.text(WIDTH - RIGHT, y - 4, level[1], "end", fill=style.RED)
+        sheet.line([(LEFT, y), (WIDTH - RIGHT, y)], style.COLORS["limit"], dashed=True)
+        sheet.text(WIDTH - RIGHT, y - 4, level[1], "end", fill=style.COLORS["limit"])
     sheet.legend(base + 64, colours)
     return sheet.done()

@@ -56,7 +56,9 @@ def test_memory_over_a_step_reaches_the_peak(four_stages: Plan) -> None:
 
 def test_time_bars_add_up_to_the_step(four_stages: Plan) -> None:
     figure = plan_figures.time_by_cause(four_stages)
-    assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(1e3 * four_stages.estimate.time.total)
+    assert sum(sum(trace.x) for trace in figure.data) * {"time (s)": 1, "time (ms)": 1e-3}[
+        figure.layout.xaxis.title.text
+    ] == pytest.approx(four_stages.estimate.time.total)
     labels = [label for trace in figure.data for label in trace.y]
     assert len(labels) == len(set(labels))
 
@@ -143,7 +145,7 @@ def test_the_heat_map_marks_what_does_not_fit(job: Job) -> None:
     text = figure.data[0].text
     assert text[1][0] == "does not fit"
     assert "tok/s/GPU" in text[0][0]
-    assert figure.data[0].z[0][0] == pytest.approx(100 * cells[0].estimate.mfu)  # type: ignore[union-attr]
+    assert figure.data[0].z[0][0] == pytest.approx(100 * cells[0].estimate.mfu_causal)  # type: ignore[union-attr]
 
 
 def test_predicted_beside_measured(four_stages: Plan) -> None:
@@ -194,5 +196,38 @@ def test_a_page_draws_the_themed_figure(theme: style.Theme, four_stages: Plan) -
     assert drawn == style.themed(figure, theme).to_plotly_json()
 
 
-def test_owners_have_colours_of_their_own() -> None:
-    assert len(set(style.OWNER_COLORS.values())) == len(style.OWNER_COLORS)
+def test_every_colour_has_one_meaning() -> None:
+    colours = [colour.lower() for colour in (*style.COLORS.values(), *style.SERIES)]
+    assert len(set(colours)) == len(colours)
+
+
+def test_without_a_pipeline_the_memory_bar_is_horizontal(job: Job) -> None:
+    figure = plan_figures.memory_by_stage(plan_of(job, dp=16, gas=4, zero=1))
+    assert {trace.orientation for trace in figure.data} == {"h"}
+    assert figure.layout.shapes[0].x0 == pytest.approx(job.cluster.gpu.memory_gib)
+
+
+def test_memory_stands_beneath_the_pipeline(four_stages: Plan) -> None:
+    figure = plan_figures.pipeline(four_stages)
+    beneath = [trace for trace in figure.data if trace.yaxis == "y2"]
+    assert "activations" in {trace.name for trace in beneath}
+    assert figure.layout.yaxis2.domain[1] < figure.layout.yaxis.domain[0]
+    bars = [trace for trace in figure.data if trace.type == "bar" and trace.base is not None]
+    end = max(base + long for trace in bars for base, long in zip(trace.base, trace.x, strict=True))
+    assert max(beneath[0].x) <= end * 1.001
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.4, 3.0, ["0.5 s", "1 s", "2 s"]),
+        (150.0, 7_000.0, ["200 s", "500 s", "1k s", "2k s", "5k s"]),
+        (6.39, 16.6, ["8 s", "10 s", "12 s", "14 s", "16 s"]),
+        (2.1, 2.13, ["2.1 s", "2.12 s", "2.14 s"]),
+        (1e-2, 1e5, ["0.01 s", "0.1 s", "1 s", "10 s", "100 s", "1k s", "10k s", "100k s"]),
+    ],
+)
+def test_logarithmic_axes_have_round_ticks(low: float, high: float, texts: list[str]) -> None:
+    axis = style.log_ticks(low, high, " s")
+    assert axis["ticktext"] == texts
+    assert axis["type"] == "log"

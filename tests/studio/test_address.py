@@ -86,3 +86,11 @@ def test_every_field_of_an_address_is_used_or_refused(name: str, text: str) -> N
         ask.own_layout(job, Layout(dp=64, mbs=1, gas=2))
     except SpecError as refused:
         assert 0 < len(str(refused)) < 1000  # noqa: PT017  (either answer is one)
+
+
+def test_each_wrong_field_has_its_own_error() -> None:
+    ask = PlannerQuery(nodes="many", seq="long", fix="tp=8,tpp=2", forbid="cp")
+    errors = ask.field_errors()
+    assert set(errors) == {"nodes", "seq", "fix"}
+    assert "tp" in errors["fix"]
+    assert PlannerQuery().field_errors() == {}

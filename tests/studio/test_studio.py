@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
-from ultrascale import Cluster, Job, Layout, Model, Plan, estimate
+from ultrascale import Cluster, Job, Layout, Model, Plan, SpecError, estimate
 
 pytest.importorskip("nicegui")
+from ultrascale.studio.address import PlannerQuery
+from ultrascale.studio.frame import Frame
 from ultrascale.studio.runs import names
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -240,23 +242,33 @@ def page(browser: Any) -> Iterator[Any]:
     assert not errors
 
 
-def first_layout(page: Any) -> str:
-    """Simulated: its numbers have no ≈ before them, and its peak is known."""
-    page.wait_for_selector("table tbody tr:has-text('mbs'):not(:has-text('≈'))")
-    return str(page.locator("table tbody tr").first.inner_text())
+ROW = """() => {
+  const rows = document.querySelector('.us-layouts table'), row = rows?.querySelector('tbody tr');
+  if (!row || !row.children[1] || row.innerText.includes('≈')) return null;
+  const heads = [...rows.querySelectorAll('th')].map(head => head.innerText.trim().replace(/\\s+/g, ' '));
+  return Object.fromEntries([...row.children].map((cell, place) => [heads[place], cell.innerText.trim()]));
+}"""
+
+
+def first_layout(page: Any, **cells: str) -> dict[str, str]:
+    """The first row by column, once it is simulated and has these cells."""
+    condition = " && ".join(["row", *(f"row[{name!r}] === {value!r}" for name, value in cells.items())])
+    found = page.wait_for_function(f"() => {{ const row = ({ROW})(); return {condition} ? row : null; }}")
+    return dict(found.json_value())
 
 
 def test_controls_change_the_answer_and_the_address(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
     first = first_layout(page)
+    assert first["Δ best"] == "best"
+    assert first["fits"].endswith("%")
     page.get_by_label("Fix, such as tp=8,zero=1").fill("tp=2")
-    page.wait_for_function("document.querySelector('table tbody tr').innerText.includes('tp2')")
-    assert first_layout(page) != first
+    assert first_layout(page, tp="2") != first
     page.wait_for_url("**/*fix=tp%3D2*")
     shared = page.url
     page.goto("about:blank")
     page.goto(shared)
-    assert "tp2" in first_layout(page)
+    assert first_layout(page)["tp"] == "2"
 
 
 def test_of_consecutive_requests_the_last_is_answered(address: str, page: Any) -> None:
@@ -266,29 +278,122 @@ def test_of_consecutive_requests_the_last_is_answered(address: str, page: Any) -
     for words in ("tp=2", "tp=8", "pp=2", "tp=4"):
         constraint_input.fill(words)
         page.wait_for_timeout(120)  # long enough for the search to begin, too short for its answer
-    page.wait_for_function("document.querySelector('table tbody tr').innerText.includes('tp4')")
-    assert "tp4" in first_layout(page)
-    page.wait_for_selector("text=/tp4.*: It fits/")
+    first_layout(page, tp="4")
+    page.wait_for_selector("text=/tp 4 .*: It fits/")
     page.wait_for_selector("text=/^tp 4$/")  # the controls of the layout follow
 
 
-def test_bad_input_shows_an_error_and_the_page_stays_usable(address: str, page: Any) -> None:
+def test_a_wrong_field_is_marked_and_the_page_stays_usable(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
     first_layout(page)
-    page.get_by_label("Nodes").fill("many")
-    page.wait_for_selector("text=must be a whole number")
-    page.get_by_label("Nodes").fill("1")
+    page.get_by_label("Nodes", exact=True).fill("many")
+    page.wait_for_selector(".q-field--error:has([aria-label='Nodes']) >> text=must be a whole number")
+    assert page.locator(".q-field--error").count() == 1
+    page.get_by_label("Nodes", exact=True).fill("1")
     page.wait_for_function("!document.body.innerText.includes('must be a whole number')")
+    assert page.locator(".q-field--error").count() == 0
 
 
-def test_a_layout_edited_with_the_keyboard(address: str, page: Any) -> None:
+def test_a_manual_layout_becomes_a_selected_row(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1&fix=tp=1")
     first_layout(page)
-    slider = page.get_by_role("slider", name="tp").locator("[tabindex='0']")
+    page.wait_for_selector("#sensitivity .main-svg")  # the last that a search sends
+    slider = page.get_by_role("slider", name="tp", exact=True).locator("[tabindex='0']")
     slider.focus()
     slider.press("ArrowRight")
-    page.wait_for_selector("text=/dp4 tp2.*: It fits/")
+    page.wait_for_selector("text=/dp 4 · tp 2 .*: It /")
     page.wait_for_url("**/*layout=tp%3D2*")
+    assert first_layout(page, tp="2")["#"] == "manual"
+    assert page.locator(".us-layouts tr.selected").count() == 1
+    page.reload()
+    assert first_layout(page, tp="2")["#"] == "manual"
+    page.locator(".us-layouts tbody tr").nth(1).click()  # the best one again
+    page.wait_for_selector("text=/dp 8 · .*: It fits/")
+    page.wait_for_function("!location.search.includes('layout=')")
+
+
+def test_where_nothing_fits_one_click_makes_it_fit(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3-70b&nodes=1")
+    page.wait_for_selector("text=Nothing fits")
+    page.get_by_role("button", name=re.compile("Use .* GPUs of the same kind")).click()
+    assert first_layout(page)["fits"].endswith("%")
+    assert "nodes=" in page.url
+
+
+def test_where_no_layout_is_legal_one_click_removes_the_constraint(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1&fix=tp=7")
+    page.get_by_role("button", name="Remove the constraint tp=7").click()
+    first_layout(page)
+    assert page.get_by_label("Fix, such as tp=8,zero=1").input_value() == ""
+
+
+def test_the_cluster_shows_the_group_of_the_gpu_pointed_at(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3-8b&nodes=2&fix=tp=4,pp=2")
+    page.wait_for_selector("#cluster-map .gpu.mine")
+    assert page.locator("#cluster-map .gpu").count() == 16
+    page.locator("#cluster-map [data-rank='5']").hover()
+    mine = "() => [...document.querySelectorAll('.gpu.mine')].map(gpu => Number(gpu.dataset.rank))"
+    assert page.evaluate(mine) == [4, 5, 6, 7]
+    page.locator("#cluster-map button", has_text="pp 2").hover()
+    assert page.evaluate(mine) == [5, 13]
+    assert "GPUs 5, 13" in page.inner_text(".us-said")
+
+
+def test_controls_and_numbers_stay_in_view(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first_layout(page)
+    page.wait_for_selector(".main-svg")
+    page.evaluate("window.scrollTo(0, 1200)")
+    page.wait_for_function("window.scrollY > 600")
+    for place in (".us-cards", ".us-panel"):
+        box = page.locator(place).bounding_box()
+        assert 0 <= box["y"] < 100, place
+
+
+def test_an_exception_is_on_the_page_and_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    frame = object.__new__(Frame)  # without a browser
+    frame.path, frame.ask = "/", PlannerQuery(model="llama-3-70b")
+    monkeypatch.setattr(frame, "say", said.append)
+    with frame.show_errors():
+        raise ValueError("5 is not in the options")
+    with frame.show_errors():
+        raise SpecError("nodes is 'many'")
+    assert said[0].startswith("Internal error, ValueError: 5 is not in the options")
+    assert said[1] == "nodes is 'many'"
+    assert "model=llama-3-70b" in caplog.text
+    assert caplog.text.count("Traceback") == 1
+
+
+PRESETS = list(Model.presets())
+CLUSTERS = ("1", "8", "64")
+
+
+def opens(address: str, place: Path, page: Any, model: str, nodes: str) -> None:
+    """The page answers with a layout or with what would fit, and nothing is raised on the way."""
+    logged = len((place / "log").read_text())
+    page.goto(f"{address}/?model={model}&nodes={nodes}&batch=4M")
+    page.wait_for_selector(
+        ".us-layouts tr.selected, .us-card:has-text('Nothing fits'), .us-card button:has-text('Start again')"
+    )
+    if page.locator(".us-layouts tr.selected").count():
+        page.wait_for_selector("text=/From the GPUs and the batch follow/")
+        page.wait_for_selector(".us-reasons li >> nth=2")
+    page.wait_for_timeout(300)
+    assert "Internal error" not in page.inner_text("body")
+    assert "Traceback" not in (place / "log").read_text()[logged:]
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("llama-3-70b", "8"), ("deepseek-v3", "64"), ("gpt2", "1")])
+def test_a_preset_opens(address: str, place: Path, page: Any, model: str, nodes: str) -> None:
+    opens(address, place, page, model, nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", CLUSTERS)
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_preset_opens(address: str, place: Path, page: Any, model: str, nodes: str) -> None:
+    opens(address, place, page, model, nodes)
 
 
 def test_exports_and_the_report_download(address: str, page: Any) -> None:
@@ -310,7 +415,7 @@ def test_exports_and_the_report_download(address: str, page: Any) -> None:
 def test_the_map_of_best_layouts(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
     first_layout(page)
-    page.get_by_label("Batch (tokens a step)").fill("256k")
+    page.get_by_label("Batch (tokens)").fill("256k")
     page.wait_for_url("**/*batch=256k*")
     page.get_by_role("link", name="Explore").click()
     page.wait_for_url("**/explore?*batch=256k*")
@@ -320,12 +425,13 @@ def test_the_map_of_best_layouts(address: str, page: Any) -> None:
 
 
 def test_a_schedule_is_animated(address: str, page: Any) -> None:
-    page.goto(f"{address}/schedules?schedule=afab&ranks=4&microbatches=4")
-    page.wait_for_selector("text=bubble 42.9%")
+    page.goto(f"{address}/schedules?schedule=afab|1f1b&ranks=4&microbatches=4")
+    page.wait_for_selector("text=/afab: bubble 42.9%/")
+    page.wait_for_selector("text=/1f1b: bubble 42.9%/")
     slider = page.get_by_role("slider", name="micro-batches").locator("[tabindex='0']")
     slider.focus()
     slider.press("ArrowRight")
-    page.wait_for_selector("text=bubble 37.5%")
+    page.wait_for_selector("text=/afab: bubble 37.5%/")
     page.wait_for_selector(".main-svg")
     page.get_by_role("button", name="Play").click()
     page.wait_for_function("document.querySelectorAll('.shapelayer path').length > 0")
@@ -343,7 +449,8 @@ def test_a_run_is_shown_live_while_it_trains(address: str, page: Any, place: Pat
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("path", ["/", "/explore", "/schedules", "/runs", "/accuracy"])
 def test_screenshots_of_every_page_in_both_themes(address: str, page: Any, path: str, theme: str, tmp_path: Path) -> None:
-    page.set_viewport_size({"width": 800, "height": 900})
+    width = 390 if theme == "dark" else 900
+    page.set_viewport_size({"width": width, "height": 900})
     page.goto(f"{address}{path}?theme={theme}")
     page.wait_for_selector(".main-svg")
     shot = tmp_path / "page.png"
@@ -351,4 +458,4 @@ def test_screenshots_of_every_page_in_both_themes(address: str, page: Any, path:
     assert shot.stat().st_size > 10_000
     paper = page.eval_on_selector(".main-svg", "svg => svg.style.background")
     assert paper.replace(" ", "") == {"light": "rgb(255,255,255)", "dark": "rgb(22,24,29)"}[theme]
-    assert page.evaluate("document.documentElement.scrollWidth <= 800"), "nothing is wider than the window"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the window"

@@ -255,18 +255,26 @@ class GroupPlacement:
     pipeline: CommGroup
 
 
+def strides(columns: LayoutColumns) -> dict[str, tuple[Array, Array]]:
+    """Size and stride of every group: tp is innermost, then cp, then dp, pp outermost (parallel/mesh.py).
+
+    The members of a rank's group are `stride` apart, and the rank's place among them is `rank // stride % size`.
+    """
+    tp, data, ones = columns.tp, columns.data_ranks, np.ones_like(columns.tp)
+    return {
+        "tensor": (tp, ones),
+        "context": (columns.cp, tp),
+        "data": (data, tp),
+        "shard": (columns.shards, tp),
+        "replica": (data // columns.shards, tp * columns.shards),
+        "expert": (columns.ep, columns.expert_cut),
+        "expert_data": (columns.expert_ranks // columns.ep, columns.expert_cut * columns.ep),
+        "pipeline": (columns.pp, tp * data),
+    }
+
+
 def mesh(columns: LayoutColumns, cluster: Cluster) -> GroupPlacement:
-    tp, cp, data = columns.tp, columns.cp, columns.data_ranks
-    return GroupPlacement(
-        tensor=group(tp, np.ones_like(tp), cluster),
-        context=group(cp, tp, cluster),
-        data=group(data, tp, cluster),
-        shard=group(columns.shards, tp, cluster),
-        replica=group(data // columns.shards, tp * columns.shards, cluster),
-        expert=group(columns.ep, columns.expert_cut, cluster),
-        expert_data=group(columns.expert_ranks // columns.ep, columns.expert_cut * columns.ep, cluster),
-        pipeline=group(columns.pp, tp * data, cluster),
-    )
+    return GroupPlacement(**{name: group(size, stride, cluster) for name, (size, stride) in strides(columns).items()})
 
 
 # -------------------------------------------------------------------------------------------------------------------- overlap

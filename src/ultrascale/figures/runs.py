@@ -84,8 +84,9 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
                 showlegend=bool(name),
                 hoverinfo="skip",
             )
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(type="log")
+        axis = style.log_ticks(ends[0], ends[1])
+        figure.update_xaxes(**axis)
+        figure.update_yaxes(**axis)
     return figure
 
 
@@ -96,7 +97,9 @@ def lanes(intervals: StepIntervals, step: int = 0) -> go.Figure:
     for technique in dict.fromkeys(one.technique for one in intervals.communication):
         found[technique] = [(one.start, one.end) for one in intervals.communication if one.technique == technique]
     figure = style.new_figure(f"{name}: computation and communication", "time in the step (ms)", height=180 + 44 * len(found))
-    for (lane, times), colour in zip(found.items(), cycle(style.SERIES), strict=False):
+    computing = ("computing", "of it the optimizer")
+    for lane, times in found.items():
+        colour = style.COLORS["computing" if lane == "computing" else "host" if lane in computing else "communication"]
         drawn = _joined(both(times, [(start, end)]), FINEST * (end - start))
         figure.add_bar(
             name=lane,

@@ -33,7 +33,7 @@ def heat_map(cells: Sequence[HeatmapCell], gpu: str) -> go.Figure:
         texttemplate="%{text}",
         textfont={"size": 11},
         colorscale="Cividis",
-        colorbar={"title": "MFU, causal (%)", "thickness": 12},
+        colorbar={"title": "MFU (%),<br>causal<br>attention", "thickness": 12},
         xgap=2,
         ygap=2,
         hovertemplate="%{y} on %{x} nodes<br>%{text}<extra></extra>",
@@ -80,7 +80,7 @@ def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.
             hovertemplate="%{x} GPUs: %{y:,.0f} tokens/s/GPU, %{customdata}<extra>%{fullData.name}</extra>",
         )
     sizes = sorted({point.gpus for point in points})
-    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
+    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[f"{size:,}" for size in sizes])
     figure.update_yaxes(rangemode="tozero")
     if sizes[0] <= cluster.fast_domain < sizes[-1]:
         figure.add_vline(x=cluster.fast_domain * 2**0.5, line={"color": style.GREY, "dash": "dot"})
@@ -98,15 +98,15 @@ def scaling(points: Sequence[ScalingPoint], cluster: Cluster, title: str) -> go.
 
 def pareto(front: Sequence[tuple[Layout, Estimate]], selected: Estimate | None = None) -> go.Figure:
     """The Pareto front: step time against free memory."""
-    figure = style.new_figure("Pareto front of step time and free memory", "step time (s)", "free memory (GiB)")
+    figure = style.new_figure("Pareto front of step time and free memory", "step time", "free memory (GiB)")
     costs = [found.cost_usd_per_billion_tokens for _, found in front]
     figure.add_scatter(
         name="layouts of the front",
         x=[found.step_time_s for _, found in front],
         y=[found.headroom_gib for _, found in front],
         mode="lines+markers",
-        line={"color": style.BLUE, "shape": "hv"},
-        marker={"size": 9, "color": style.BLUE},
+        line={"color": style.COLORS["other layouts"], "shape": "hv"},
+        marker={"size": 9, "color": style.COLORS["other layouts"]},
         customdata=[
             f"{layout}<br>{found.tokens_per_s:,.0f} tokens/s, {found.peak_gib:,.1f} GiB"
             + ("" if cost is None else f", ${cost:,.0f} per billion tokens")
@@ -114,14 +114,15 @@ def pareto(front: Sequence[tuple[Layout, Estimate]], selected: Estimate | None =
         ],
         hovertemplate="%{customdata}<br>%{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
     )
-    figure.update_xaxes(type="log")
+    times = [found.step_time_s for _, found in front] + ([selected.step_time_s] if selected is not None else [])
+    figure.update_xaxes(**style.log_ticks(min(times), max(times), " s"))
     if selected is not None:
         figure.add_scatter(
             name="this plan",
             x=[selected.step_time_s],
             y=[selected.headroom_gib],
             mode="markers",
-            marker={"size": 14, "color": style.RED, "symbol": "star"},
+            marker={"size": 14, "color": style.COLORS["this plan"], "symbol": "star"},
             hovertemplate="this plan: %{x:.3f} s, %{y:.1f} GiB free<extra></extra>",
         )
     return figure
@@ -141,18 +142,25 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         orientation="h",
         y=[other.change for other in others],
         x=changes,
-        text=[f"{change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
-        textposition="outside",
-        cliponaxis=False,
         marker={
-            "color": [style.SKY if other.fits else style.GREY for other in others],
+            "color": [style.COLORS["other layouts" if other.fits else "limit"] for other in others],
             "pattern": {"shape": ["" if other.fits else "/" for other in others]},
         },
         customdata=[other.verdict for other in others],
         hovertemplate="%{y}: %{customdata}<extra></extra>",
     )
+    figure.add_scatter(  # to the right of zero even where the bar is to its left, where the names of the changes are
+        y=[other.change for other in others],
+        x=[max(0.0, change) for change in changes],
+        mode="text",
+        text=[f" {change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
+    figure.update_layout(showlegend=False)
     low, high = min(0.0, *changes, 0.0), max(0.0, *changes, 0.0)
-    room = 0.3 * (high - low or 1.0)
-    figure.update_xaxes(range=[low - room * (low < 0), high + room])
+    room = 0.4 * (high - low or 1.0)
+    figure.update_xaxes(range=[1.05 * low, high + room])
     figure.update_yaxes(autorange="reversed")
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.specs.errors import SpecError
@@ -24,11 +25,35 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
     "#CC79A7",
     "#999999",
 )
-# Colours and shapes of lines and points, used in turn.
-SERIES = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW, GREY)
+# One meaning per colour, in every figure. Shades of one hue, told apart by lightness, are parts of one thing: greens are model
+# states, blues are computing.
+COLORS = {
+    "parameters": "#00664B",
+    "master": GREEN,
+    "gradients": "#5CC4A4",
+    "optimizer": "#B5E3D3",
+    "activations": ORANGE,
+    "buffers": YELLOW,
+    "runtime": GREY,
+    "forward": "#A8D8F5",
+    "backward": SKY,
+    "weight gradient": "#3D8FC4",
+    "computing": BLUE,
+    "communication": PINK,
+    "host": "#6B7280",
+    "limit": RED,
+    "this plan": "#5B5BD6",
+    "other layouts": "#8C96A3",
+    "predicted": "#B4BECB",
+    "measured": "#66758A",
+}
+OWNER_COLORS = {owner: COLORS[owner] for owner in OWNERS}
+# The bubble is a hatched gap, not a colour.
+BUBBLE = {"color": "rgba(128,128,128,0.14)", "pattern": {"shape": "/", "fgcolor": "rgba(128,128,128,0.55)", "size": 6}}
+# Runs, GPU kinds, techniques: names without a meaning of their own. Paul Tol 2021, "Colour Schemes", bright.
+SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "hexagon")
-OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, GREEN, YELLOW, ORANGE, PINK, GREY), strict=True))
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+FONT = "Roboto, system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 PAPER = {"light": "#ffffff", "dark": "#16181d"}
 INK = {"light": "#1f2328", "dark": "#e6e8eb"}
 GRID = {"light": "#e3e6ea", "dark": "#31353d"}
@@ -47,12 +72,20 @@ def new_figure(title: str, x: str = "", y: str = "", height: int = 420) -> go.Fi
     """An empty figure with its title and axis titles, which contain the units."""
     # In one call: updating an existing figure costs Plotly several times as much.
     layout = {
-        "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 16}},
-        "xaxis": {**_axis("light"), "title": {"text": x or None}},
-        "yaxis": {**_axis("light"), "title": {"text": y or None}},
+        "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 15}},
+        "xaxis": {**_axis("light"), "title": {"text": x or None, "font": {"size": 13}}},
+        "yaxis": {**_axis("light"), "title": {"text": y or None, "font": {"size": 13}}},
         "height": height,
         "margin": {"l": 64, "r": 24, "t": 56, "b": 104},
-        "legend": {"orientation": "h", "yref": "container", "yanchor": "bottom", "y": 0, "x": 0, "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "yanchor": "bottom",
+            "y": 0,
+            "x": 0,
+            "traceorder": "normal",
+            "font": {"size": 12},
+        },
         "bargap": 0.25,
     }
     return graph_objects().Figure(layout={**layout, **layout_of("light")})
@@ -97,7 +130,40 @@ def layout_of(theme: Theme) -> dict[str, Any]:
 
 def mark_level(figure: go.Figure, level: float, text: str) -> None:
     """A dashed horizontal line, such as a capacity, with a label above its right end."""
-    figure.add_hline(y=level, line={"color": RED, "width": 2, "dash": "dash"})
+    figure.add_hline(y=level, line={"color": COLORS["limit"], "width": 2, "dash": "dash"})
     figure.add_annotation(
-        x=1, xref="paper", xanchor="right", y=level, yanchor="bottom", text=text, showarrow=False, font={"color": RED}
+        x=1,
+        xref="paper",
+        xanchor="right",
+        y=level,
+        yanchor="bottom",
+        text=text,
+        showarrow=False,
+        font={"color": COLORS["limit"]},
     )
+
+
+def log_ticks(low: float, high: float, unit: str = "") -> dict[str, Any]:
+    """A logarithmic axis with round ticks: decades, or 1, 2 and 5 of each, or even steps where the range is narrow."""
+    room = 0.04 * max(math.log10(high / low), 0.1)
+    ends = math.log10(low) - room, math.log10(high) + room
+    powers = range(math.floor(ends[0]), math.ceil(ends[1]) + 1)
+    if high / low < 7:  # 1, 2 and 5 may leave a single tick there
+        first, last = 10 ** ends[0], 10 ** ends[1]
+        step = 10.0 ** math.floor(math.log10((last - first) / 2)) / 2
+        step *= next(times for times in (1, 2, 4, 10, 20) if last - first <= 6 * step * times)
+        values = [step * place for place in range(math.ceil(first / step), math.floor(last / step) + 1)]
+    else:
+        few = [10.0**power for power in powers if ends[0] <= power <= ends[1]]
+        every = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        values = few if len(few) > 2 else [value for value in every if ends[0] <= math.log10(value) <= ends[1]]
+    texts = [f"{_short(value)}{unit}" for value in values]
+    return {"type": "log", "range": list(ends), "tickvals": values, "ticktext": texts}
+
+
+def _short(value: float) -> str:
+    """`500`, `2k`, `0.05`."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"

@@ -28,7 +28,7 @@ CAUSE_WORDS = {
     "expert_s": "EP all-to-all (exposed)",
     "zero_s": "ZeRO communication (exposed)",
     "data_s": "gradient reduction (exposed)",
-    "send_s": "pipeline sends",
+    "send_s": "pipeline sends (exposed)",
     "bubble_s": "pipeline bubble",
     "optimizer_s": "optimizer",
     "offload_s": "offload",
@@ -268,7 +268,8 @@ def _speed(
     costs = sorted(((getattr(predicted.time, cause), cause) for cause in CAUSES), reverse=True)
     top = ", ".join(f"{CAUSE_WORDS[cause]} {cost / predicted.step_time_s:.0%}" for cost, cause in costs[:4] if cost > 0)
     # A CPU's rate was measured, its peak is not known: utilisation would be of a guess.
-    used = "" if job.cluster.efficiency.synchronous else f" (MFU {predicted.mfu_causal:.1%})"
+    utilisation = f" (MFU {predicted.mfu_causal:.1%}, causal attention, {job.precision} peak)"
+    used = "" if job.cluster.efficiency.synchronous else utilisation
     yield f"a step takes {seconds(predicted.step_time_s)}{used}: {top}"
     if objective == "throughput":
         better = [n for n in rejected if not n.fits and n.step_time_s < predicted.step_time_s]

@@ -5,11 +5,12 @@ Nothing here reads a file: a model is a preset's name or pasted text, a cluster 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from urllib.parse import urlencode
 
+from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.reasons import with_batch
 from ultrascale.specs import units
 from ultrascale.specs.cluster import Cluster
@@ -37,6 +38,8 @@ class PlannerQuery:
     batch: str = "1M"
     seq: str = "8k"
     precision: str = "bf16"
+    gradients: str = "fp32"
+    optimizer: str = "adamw"
     objective: str = "throughput"
     framework: str = "ultrascale"
     fix: str = ""
@@ -87,10 +90,31 @@ class PlannerQuery:
             "seq": units.tokens(self.seq, "seq", "8192 or 8k"),
             "batch_tokens": units.tokens(self.batch, "batch"),
             "precision": self.precision,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
             "framework": engine,
             "attention": "plain" if engine.attention.startswith("plain") else "flash",
         }
         return build(Job, settings, "job")
+
+    def field_errors(self) -> dict[str, str]:
+        """What is wrong with a field by itself, by the field's name."""
+        checks: dict[str, Callable[[], object]] = {
+            "shape" if self.shape else "model": self.the_model,
+            "nodes": lambda: _whole("nodes", self.nodes),
+            "per_node": lambda: _whole("per_node", self.per_node),
+            "batch": lambda: units.tokens(self.batch, "batch"),
+            "seq": lambda: units.tokens(self.seq, "seq", "8192 or 8k"),
+            "fix": lambda: LayoutConstraints.parse(words(self.fix)),
+            "forbid": lambda: LayoutConstraints.parse((), words(self.forbid)),
+        }
+        found = {}
+        for name, check in checks.items():
+            try:
+                check()
+            except SpecError as error:
+                found[name] = str(error)
+        return found
 
     def own_layout(self, job: Job, best: Layout) -> Layout | None:
         """The best layout with what the user changed; None when that cannot be cut so."""
@@ -101,6 +125,11 @@ class PlannerQuery:
                 raise SpecError(f"layout '{word:.40}' must be a field and a value, such as tp=2")
             changes[name] = field_value(name, value)
         return with_batch(job, best, **changes)
+
+
+def words(text: str) -> list[str]:
+    """The constraints of a field, separated by commas or spaces."""
+    return [word for word in text.replace(",", " ").split() if word]
 
 
 def changes_text(changes: Mapping[str, Any]) -> str:

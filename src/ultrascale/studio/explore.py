@@ -20,15 +20,16 @@ MOST_CELLS = 60
 class Explore:
     def __init__(self, ask: PlannerQuery) -> None:
         self.frame = Frame("/explore", ask)
-        self.state = ui.label("").mark("explore-state")
-        self.front, self.scaling = Chart(self.frame, "front"), Chart(self.frame, "scaling")
-        ui.label("The best layout of each model on each number of nodes").classes("text-base font-bold")
-        with ui.row().classes("w-full items-center"):
+        self.state = ui.label("").classes("us-soft").mark("explore-state")
+        with ui.element("div").classes("us-figures"):
+            self.front, self.scaling = Chart(self.frame, "front"), Chart(self.frame, "scaling")
+        with ui.element("section").classes("us-card"), ui.row().classes("w-full items-center"):
+            ui.html("<h2>The best layout of each model on each number of nodes</h2>", sanitize=False).classes("w-full")
             self.models = ui.select(list(Model.presets()), label="models", value=list(MODELS), multiple=True)
             self.models.classes("w-96").props('use-chips outlined dense aria-label="models"').mark("map-models")
             self.nodes = ui.select(list(NODES), label="nodes", value=list(NODES[:4]), multiple=True)
             self.nodes.classes("w-60").props('use-chips outlined dense aria-label="nodes"').mark("map-nodes")
-            self.button = ui.button("Draw the map", on_click=self.draw_map).mark("map")
+            self.button = ui.button("Draw the map", on_click=self.draw_map).props("no-caps unelevated").mark("map")
         self.map = Chart(self.frame, "heat-map")
 
     async def load(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from nicegui import ui
@@ -15,6 +17,13 @@ from ultrascale.studio.address import PlannerQuery
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+log = logging.getLogger(__name__)
+COLORS: dict[style.Theme, dict[str, str]] = {
+    "light": {"ground": "#f5f6f8", "soft": "#5b6470", "line2": "#d3d8df", "accent": "#4a4ac4", "tint": "#eeeefb"},
+    "dark": {"ground": "#0e1014", "soft": "#9aa4b2", "line2": "#434954", "accent": "#a5a5f7", "tint": "#24243d"},
+}
+for theme, colors in COLORS.items():
+    colors |= {"paper": style.PAPER[theme], "ink": style.INK[theme], "line": style.GRID[theme]}
 PAGES = {"/": "Plan", "/explore": "Explore", "/schedules": "Schedules", "/runs": "Runs", "/accuracy": "Accuracy"}
 
 
@@ -27,21 +36,21 @@ class Frame:
         self.links: dict[str, ui.link] = {}
         self.client = ui.context.client
         self.dark = ui.dark_mode(ask.theme == "dark")
-        ui.colors(primary=style.BLUE, secondary=style.GREEN, accent=style.ORANGE)
-        with ui.header().classes("items-center gap-6 bg-primary"):
-            ui.label("Ultrascale").classes("text-lg font-bold")
+        ui.colors(primary=style.COLORS["this plan"], negative=style.COLORS["limit"])
+        ui.add_css(stylesheet())
+        self.client.on_exception(self.report)
+        with ui.header().classes("us-header items-center"):
+            ui.label("Ultrascale").classes("us-name")
             for target, name in PAGES.items():
-                here = target == path
                 link = ui.link(name, target)
-                link.classes("text-white no-underline" + (" font-bold underline" if here else ""))
                 self.links[target] = link
-                if here:
+                if target == path:
                     link.props('aria-current="page"')
             ui.space()
-            switch = ui.button("light / dark", on_click=self.switch).props("flat dense color=white")
-            switch.props('aria-label="switch between light and dark"')
+            switch = ui.button(icon="contrast", on_click=self.switch).props("flat dense round")
+            switch.props('aria-label="switch between light and dark" title="light / dark"')
         self.update_links()
-        self.message = ui.label("").classes("text-negative whitespace-pre-wrap").props('role="alert"')
+        self.message = ui.label("").classes("us-message").props('role="alert"')
 
     @property
     def theme(self) -> style.Theme:
@@ -76,19 +85,26 @@ class Frame:
 
     @contextmanager
     def show_errors(self) -> Iterator[None]:
-        """Show a SpecError or RunError as a message on the page."""
+        """Show every exception on the page; one that is not the user's goes to the log too."""
         try:
             yield
         except (SpecError, RunError) as error:
             self.say(str(error))
+        except Exception as error:
+            self.report(error)
+
+    def report(self, error: Exception) -> None:
+        """Show an error of the program itself, with its traceback in the log."""
+        log.error("page %s?%s", self.path, self.ask.query(), exc_info=error)
+        self.say(f"Internal error, {type(error).__name__}: {str(error)[:500]}\nThe traceback is in the studio's log.")
 
 
 class Chart:
     """A place for a figure; empty until there is one."""
 
-    def __init__(self, frame: Frame, marker: str) -> None:
+    def __init__(self, frame: Frame, marker: str, wide: bool = False) -> None:
         self.frame, self.marker = frame, marker
-        self.place = ui.element("div").classes("w-full")
+        self.place = ui.element("div").classes("us-figure" + (" us-wide" if wide else ""))
         self.figure: go.Figure | None = None
         self.element: ui.plotly | None = None
         frame.charts.append(self)
@@ -115,10 +131,24 @@ def _drawn(figure: go.Figure, theme: style.Theme) -> dict[str, Any]:
     return {**style.themed_json(figure, theme), "config": {"responsive": True, "displaylogo": False}}
 
 
+def stylesheet() -> str:
+    """The colours of both themes, then the rules that use them."""
+    shared = {
+        "font": style.FONT,
+        "limit": style.COLORS["limit"],
+        "communication": style.COLORS["communication"],
+    }
+    themes = [
+        f"{place} {{ {' '.join(f'--{name}: {value};' for name, value in values.items())} }}"
+        for place, values in ((":root", shared), ("body", COLORS["light"]), ("body.body--dark", COLORS["dark"]))
+    ]
+    return "\n".join([*themes, resources.files("ultrascale.studio").joinpath("page.css").read_text(encoding="utf-8")])
+
+
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], marker: str) -> ui.table:
     """A plain table, left-aligned."""
     columns = [{"name": str(n), "label": label, "field": str(n), "align": "left"} for n, label in enumerate(head)]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
-    grid = ui.table(columns=columns, rows=data).classes("w-full").mark(marker)
+    grid = ui.table(columns=columns, rows=data).classes("w-full us-table").mark(marker)
     grid.props("flat dense wrap-cells hide-pagination").props(":rows-per-page-options=[0]")
     return grid

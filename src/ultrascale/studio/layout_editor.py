@@ -9,61 +9,64 @@ from nicegui import ui
 
 from ultrascale.plan.reasons import with_batch
 from ultrascale.specs.errors import divisors
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
-from ultrascale.studio.address import changes_text
 from ultrascale.studio.frame import Frame
 
 DEGREES = ("tp", "pp", "cp", "ep", "mbs")
-CHOICES = (
-    "zero",
-    "recompute",
-    "schedule",
-    "virtual_stages",
-    "context_parallel",
-    "sequence_parallel",
-    "keep_gathered",
-    "offload",
-)
+LABELS = {
+    "zero": "ZeRO",
+    "zero_shards": "HSDP shards",
+    "keep_gathered": "no reshard",
+    "recompute": "recompute",
+    "schedule": "schedule",
+    "virtual_stages": "virtual stages",
+    "context_parallel": "context parallel",
+    "sequence_parallel": "sequence parallel",
+    "offload": "offload",
+}
 
 
 class LayoutEditor:
-    def __init__(self, frame: Frame, cut: Callable[[Layout, str], str | None]) -> None:
-        self.frame, self.cut = frame, cut
-        self.best: Layout | None = None
+    def __init__(self, frame: Frame, edited: Callable[[Layout], str | None]) -> None:
+        self.frame, self.edited = frame, edited
         self.plan: Plan | None = None
         self.changes: dict[str, Any] = {}
-        ui.label("dp and the accumulation steps follow from the GPUs and the batch.").classes("text-sm")
-        self.controls = ui.column().classes("w-full gap-1")
-        self.problem = ui.label("").classes("text-negative").mark("cut-problem")
+        with ui.element("section").classes("us-card us-manual"):
+            ui.html("<h2>Manual layout</h2>", sanitize=False)
+            self.controls = ui.element("div").classes("w-full")
+            self.following = ui.label("Choose a layout to change it.").classes("us-soft")
+            self.problem = ui.label("").classes("us-bad").props('role="status"').mark("layout-problem")
 
     def begin(self, plan: Plan) -> None:
         """Controls at a plan's values."""
-        self.plan, self.best, self.changes = plan, plan.layout, {}
+        self.plan, self.changes = plan, {}
         self.problem.text = ""
         self.controls.clear()
         with self.controls:
             for name in DEGREES:
                 if name != "ep" or plan.job.model.moe is not None:
-                    self._slider(name, self._degrees(plan, name))
-            with ui.row():
-                for name in CHOICES:
-                    self._select(name, _options(name), getattr(plan.layout, name))
+                    self._slider(name, _degrees(plan.job, name))
+            with ui.element("div").classes("us-fields").style("margin-top: 8px"):
+                for name in LABELS:
+                    self._select(name, _options(name, plan.job), getattr(plan.layout, name))
+        self._follow(plan.layout)
 
-    def _degrees(self, plan: Plan, name: str) -> list[int]:
-        job = plan.job
-        whole = {"mbs": job.sequences, "ep": job.model.moe.experts if job.model.moe else 1}.get(name, job.cluster.gpus)
-        limit = {"tp": job.model.heads, "pp": job.model.layers, "cp": max(1, job.seq // 128)}.get(name, whole)
-        return [value for value in divisors(whole) if value <= min(limit, 4096)]
+    def clear(self) -> None:
+        """No controls: there is no layout to change."""
+        self.plan = None
+        self.controls.clear()
+        self.problem.text, self.following.text = "", "There is no layout to change."
 
     def _slider(self, name: str, values: list[int]) -> None:
         assert self.plan is not None
         now = getattr(self.plan.layout, name)
         places = sorted({*values, now})
-        with ui.row().classes("w-full no-wrap items-center"):
-            shown = ui.label(f"{name} {now}").classes("w-20")
-            slider = ui.slider(min=0, max=max(1, len(places) - 1), step=1, value=places.index(now)).mark(f"cut-{name}")
-            slider.props(f'snap markers aria-label="{name}"')
+        with ui.element("div").classes("us-slider"):
+            shown = ui.label(f"{name} {now}")
+            slider = ui.slider(min=0, max=max(1, len(places) - 1), step=1, value=places.index(now)).mark(f"layout-{name}")
+            slider.props(f'snap markers dense aria-label="{name}"').set_enabled(len(places) > 1)
 
             def moved(event: Any) -> None:
                 value = places[min(int(event.value), len(places) - 1)]
@@ -73,28 +76,45 @@ class LayoutEditor:
             slider.on_value_change(moved)
 
     def _select(self, name: str, options: list[Any], value: Any) -> None:
-        labels = {option: str(option).lower() for option in options}
-        select = ui.select(labels, label=name.replace("_", " "), value=value).classes("w-36").mark(f"cut-{name}")
-        select.props(f'dense outlined aria-label="{name}"')
+        # A plan may have a value that is not among the usual ones, such as 5 virtual stages of 70B's 80 layers.
+        labels = {option: _option_words(option) for option in (options if value in options else [*options, value])}
+        select = ui.select(labels, label=LABELS[name], value=value).mark(f"layout-{name}")
+        select.props(f'dense outlined aria-label="{LABELS[name]}"')
         select.on_value_change(lambda event: self._changed(name, event.value))
 
     def _changed(self, name: str, value: Any) -> None:
         assert self.plan is not None
-        assert self.best is not None
         self.changes[name] = value
         with self.frame.show_errors():
-            layout = with_batch(self.plan.job, self.best, **self.changes)
+            job = self.plan.job
+            layout = with_batch(job, self.plan.layout, **self.changes)
             if layout is None:
-                gpus, sequences = self.plan.job.cluster.gpus, self.plan.job.sequences
-                self.problem.text = f"{gpus} GPUs and {sequences} sequences cannot be cut so"
+                wanted = ", ".join(f"{name} {_option_words(value)}" for name, value in self.changes.items())
+                self.problem.text = f"{job.cluster.gpus} GPUs and {job.sequences} sequences do not divide by {wanted}."
                 return
-            self.problem.text = self.cut(layout, changes_text(self.changes)) or ""
+            self.problem.text = self.edited(layout) or ""
+            self._follow(layout)
+
+    def _follow(self, layout: Layout) -> None:
+        self.following.text = f"From the GPUs and the batch follow dp {layout.dp} and gas {layout.gas}."
 
 
-def _options(name: str) -> list[Any]:
+def _degrees(job: Job, name: str) -> list[int]:
+    whole = {"mbs": job.sequences, "ep": job.model.moe.experts if job.model.moe else 1}.get(name, job.cluster.gpus)
+    limit = {"tp": job.model.heads, "pp": job.model.layers, "cp": max(1, job.seq // 128)}.get(name, whole)
+    return [value for value in divisors(whole) if value <= min(limit, 4096)]
+
+
+def _options(name: str, job: Job) -> list[Any]:
     if name == "zero":
         return [0, 1, 2, 3]
     if name == "virtual_stages":
-        return [1, 2, 3, 4, 6, 8]
+        return sorted({*range(1, 9), *divisors(job.model.layers)})
+    if name == "zero_shards":
+        return [None, *(value for value in divisors(job.cluster.gpus) if 1 < value < job.cluster.gpus)]
     annotation = Layout.model_fields[name].annotation
     return [False, True] if annotation is bool else list(get_args(annotation))
+
+
+def _option_words(option: Any) -> str:
+    return "all" if option is None else {False: "no", True: "yes"}[option] if isinstance(option, bool) else str(option)

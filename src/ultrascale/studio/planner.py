@@ -1,4 +1,4 @@
-"""The planner page: the job on the left, the best layouts on the right, and a layout to edit by hand."""
+"""The planner page: the job and a manual layout on the left; layouts, figures and reasons on the right."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from html import escape
+from typing import TYPE_CHECKING, Any
 
-from nicegui import background_tasks, events, run, ui
+from nicegui import background_tasks, run, ui
 
 from ultrascale.cost import cheatsheet
 from ultrascale.cost.estimate import estimate
@@ -22,30 +23,28 @@ from ultrascale.figures import search as search_figures
 from ultrascale.plan.candidates import OBJECTIVES
 from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
-from ultrascale.report.of_plan import headline, plan_page, verdict
+from ultrascale.report.of_plan import plan_page, verdict
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import to_yaml
-from ultrascale.specs.framework import Framework
-from ultrascale.specs.gpu import GPU
-from ultrascale.specs.job import Job, Precision
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 from ultrascale.specs.plan import HEADER, Plan
-from ultrascale.specs.units import seconds
-from ultrascale.studio.address import LONGEST, PlannerQuery, changes_text, pasted
+from ultrascale.studio.address import PlannerQuery, changes_text, words
+from ultrascale.studio.answer import cards, error_fixes, no_fit_fixes, no_fit_words
+from ultrascale.studio.cluster_map import ClusterMap
 from ultrascale.studio.frame import Chart, Frame, table
+from ultrascale.studio.job_form import JobForm
 from ultrascale.studio.layout_editor import LayoutEditor
+from ultrascale.studio.layout_table import MANUAL, LayoutTable, layout_words, plan_row, preview_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SHOWN = 10  # layouts in the table
-COLUMNS = {"layout": "layout", "step": "step", "rate": "tokens/s/GPU", "mfu": "MFU", "peak": "peak GiB"}
 FIGURES: dict[str, Callable[[Plan], go.Figure | None]] = {
     "memory-by-stage": plan_figures.memory_by_stage,
     "time-by-cause": plan_figures.time_by_cause,
-    "memory-over-step": plan_figures.memory_over_step,
-    "schedule": lambda plan: plan_figures.schedule(plan) if plan.layout.pp > 1 else None,
+    "pipeline": lambda plan: (plan_figures.pipeline if plan.layout.pp > 1 else plan_figures.memory_over_step)(plan),
     "sensitivity": lambda plan: search_figures.sensitivity(plan) if plan.rejected else None,
 }
 REST_S = 0.05  # wait until a moving control rests
@@ -63,110 +62,56 @@ class Planner:
         self.requested = self.answered = 0
         self.result: Result | None = None
         self.plan: Plan | None = None
-        with ui.row().classes("w-full no-wrap items-start gap-6"):
-            with ui.column().classes("w-72 shrink-0 gap-2"):
-                self.controls()
-            with ui.column().classes("grow min-w-0 gap-3"):
+        self.manual: Plan | None = None
+        with ui.element("div").classes("us-plan"):
+            with ui.element("aside").classes("us-panel"):
+                self.form = JobForm(ask, self.wanted)
+                self.editor = LayoutEditor(self.frame, self.edited)
+            with ui.element("main").classes("us-answers"):
                 self.answers()
 
     async def load(self) -> None:
         await self.answer()
 
-    # The job.
-
-    def controls(self) -> None:
-        ask = self.frame.ask
-        ui.label("What is trained, on what").classes("text-base font-bold")
-        self.choose("model", "Model", list(Model.presets()), ask.model)
-        ui.button("Paste a model…", on_click=self.paste).props("outline dense no-caps")
-        self.shape = ui.label("").classes("text-sm")
-        self.choose("gpu", "GPU", list(GPU.presets()), ask.gpu)
-        with ui.row().classes("w-full no-wrap"):
-            self.write("nodes", "Nodes", ask.nodes)
-            self.write("per_node", "GPUs a node", ask.per_node)
-        self.write("batch", "Batch (tokens a step)", ask.batch)
-        self.write("seq", "Sequence (tokens)", ask.seq)
-        self.choose("precision", "Precision", list(get_args(Precision)), ask.precision)
-        self.choose("objective", "Objective", list(OBJECTIVES), ask.objective)
-        self.choose("framework", "Engine", list(Framework.presets()), ask.framework)
-        self.write("fix", "Fix, such as tp=8,zero=1", ask.fix)
-        self.write("forbid", "Forbid, such as cp", ask.forbid)
-
-    def choose(self, name: str, label: str, options: list[str], value: str) -> None:
-        known = value if value in options else options[0]
-        select = ui.select(options, label=label, value=known, with_input=len(options) > 12).classes("w-full").mark(name)
-        select.props(f'dense outlined aria-label="{label}"')
-        select.on_value_change(lambda event: self.wanted(name, event))
-
-    def write(self, name: str, label: str, value: str) -> None:
-        field = ui.input(label, value=value).classes("w-full").mark(name)
-        field.props(f'dense outlined maxlength=200 aria-label="{label}"')
-        field.on_value_change(lambda event: self.wanted(name, event))
-
-    async def wanted(self, name: str, event: events.ValueChangeEventArguments[Any]) -> None:
-        values = {name: str(event.value or "").strip()}
-        if name == "model":
-            values["shape"] = ""
-        if name not in ("fix", "forbid"):
-            values["layout"] = ""
-        self.frame.changed(**values)
-        await self.answer()
-
-    def paste(self) -> None:
-        with ui.dialog() as dialog, ui.card().classes("w-[36rem]"):
-            ui.label("A model file (YAML) or a Hugging Face config.json")
-            text = (
-                ui.textarea(value=self.frame.ask.shape).props(f"outlined maxlength={LONGEST}").classes("w-full").mark("shape")
-            )
-            problem_line = ui.label("").classes("text-negative")
-
-            async def take() -> None:
-                try:
-                    pasted(text.value or "")
-                except SpecError as error:
-                    problem_line.text = str(error)
-                    return
-                dialog.close()
-                self.frame.changed(shape=text.value or "", layout="")
-                await self.answer()
-
-            with ui.row():
-                ui.button("Use it", on_click=take)
-                ui.button("Cancel", on_click=dialog.close).props("flat")
-        dialog.open()
-
-    # The layouts.
-
     def answers(self) -> None:
-        self.summary = ui.label("").classes("text-sm")
-        self.tiles = ui.row().classes("gap-3")
-        self.verdict = ui.label("").mark("verdict")
-        self.layouts = ui.table(
-            columns=[
-                {"name": name, "label": label, "field": name, "align": "left" if name == "layout" else "right"}
-                for name, label in COLUMNS.items()
-            ],
-            rows=[],
-            row_key="number",
-            selection="single",
-            on_select=self.picked,
-        ).classes("w-full")
-        self.layouts.props("flat dense wrap-cells hide-pagination hide-selected-banner").props(
-            ":rows-per-page-options=[0]"
-        ).mark("layouts")
-        with ui.row():
-            ui.button("plan.yaml", on_click=self.save_plan).props("outline dense no-caps")
-            ui.button("report.html", on_click=self.save_report).props("outline dense no-caps")
-            with ui.dropdown_button("export", auto_close=True).props("outline dense no-caps"):
-                for target in (*targets.ENGINES, *targets.LAUNCHERS):
-                    ui.item(target, on_click=partial(self.save_export, target))
-        with ui.expansion("Why this layout, and what was assumed", value=True).classes("w-full"):
-            self.reasons = ui.column().classes("gap-1")
-        with ui.expansion("Cut it by hand, and watch memory and time", value=True).classes("w-full"):
-            self.by_hand = LayoutEditor(self.frame, self.cut)
-        self.charts = {name: Chart(self.frame, name) for name in FIGURES}
-        with ui.expansion("The cheat-sheet, with this plan's numbers", value=True).classes("w-full"):
-            self.cheatsheet = ui.column().classes("w-full")
+        self.cards = ui.element("div").classes("us-cards").props('aria-label="the selected layout" role="group"')
+        self.cards.set_visibility(False)
+        self.empty = ui.element("section").classes("us-card").mark("empty")
+        with ui.element("section").classes("us-card"):
+            self.summary = ui.label("Searching every legal layout …").classes("us-soft").mark("summary")
+            self.layouts = LayoutTable(self.picked)
+            self.verdict = ui.label("").classes("q-mt-sm").mark("verdict")
+            self.convention = ui.label("").classes("us-soft")
+            with ui.row().classes("q-mt-sm gap-2") as self.downloads:
+                ui.button("plan.yaml", on_click=self.save_plan).props("outline dense no-caps")
+                ui.button("report.html", on_click=self.save_report).props("outline dense no-caps")
+                with ui.dropdown_button("export", auto_close=True).props("outline dense no-caps"):
+                    for target in (*targets.ENGINES, *targets.LAUNCHERS):
+                        ui.item(target, on_click=partial(self.save_export, target))
+        self.downloads.set_visibility(False)
+        with ui.element("div").classes("us-figures"):
+            self.charts = {name: Chart(self.frame, name, wide=name == "pipeline") for name in list(FIGURES)[:3]}
+            self.cluster = ClusterMap()
+        with ui.element("section").classes("us-card") as self.why:
+            ui.html("<h2>Why this layout, and what was assumed</h2>", sanitize=False)
+            self.reasons = ui.element("ul").classes("us-reasons").mark("reasons")
+        self.charts["sensitivity"] = Chart(self.frame, "sensitivity")
+        with ui.expansion("Cheat-sheet with this plan's numbers").classes("us-card") as self.more:
+            self.cheatsheet = ui.column().classes("us-scroll")
+        self.show_sections(False)
+
+    def show_sections(self, shown: bool) -> None:
+        for one in (self.cards, self.downloads, self.why, self.more):
+            one.set_visibility(shown)
+        self.empty.set_visibility(False)
+
+    # The search.
+
+    async def wanted(self, values: dict[str, str]) -> None:
+        """A control of the job has changed."""
+        keep = set(values) <= {"fix", "forbid"}
+        self.frame.changed(**values, **({} if keep else {"layout": ""}))
+        await self.answer()
 
     async def answer(self) -> None:
         """Search again once the controls rest; a newer request cancels an older one.
@@ -179,130 +124,177 @@ class Planner:
         if mine != self.requested:
             return
         with self.frame.show_errors():
-            ask = self.frame.ask
-            self.shape.text = f"pasted: {ask.the_model().name}" if ask.shape else ""
-            job = ask.job()
-            if ask.objective not in OBJECTIVES:
-                raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
-            options: dict[str, Any] = {"objective": ask.objective, "fix": _words(ask.fix), "forbid": _words(ask.forbid)}
-            page = asyncio.get_running_loop()
-
-            def preview(ranked: list[LayoutPreview]) -> None:  # called in the search's thread
-                page.call_soon_threadsafe(page.call_later, SOON_S, self.show_preview, mine, job, ranked)
-
-            def go_on(_: str) -> None:
-                if mine != self.requested:
-                    raise SupersededError
-
             try:
-                found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **options)
-            except SupersededError:
-                return
-            if mine != self.requested or found is None or self.frame.closed:
-                return
-            self.frame.say("")
-            self.answered, self.result = mine, found
-            self.show_result(found)
-            if not found.plans:
-                return
-            shown = self.plan
-            await asyncio.sleep(SENT_S)
-            if mine != self.requested or self.frame.closed:
-                return
-            if self.plan is shown:  # else the user went on to another
-                self.by_hand.begin(found.plans[0])
-            plans = await run.io_bound(explained, found.plans, **options)
-            if mine != self.requested or plans is None or self.frame.closed:
-                return
-            self.result = replace(found, plans=tuple(plans))
-            if self.plan is found.plans[0]:
-                self.show_plan(plans[0])
+                await self.search(mine)
+            except SpecError as error:
+                if mine == self.requested:
+                    self.show_empty("There is no such layout", str(error), error_fixes(self.frame.ask))
+
+    async def search(self, mine: int) -> None:
+        ask = self.frame.ask
+        errors = ask.field_errors()
+        self.form.mark(errors)
+        if errors:
+            self.frame.say("\n".join(errors.values()))
+            if self.result is None:
+                self.summary.text = "Correct the marked fields to see layouts."
+            return
+        self.form.shape.text = f"pasted: {ask.the_model().name}" if ask.shape else ""
+        job = ask.job()
+        if ask.objective not in OBJECTIVES:
+            raise SpecError(f"objective is '{ask.objective:.40}': {nearest(ask.objective, OBJECTIVES)}")
+        options: dict[str, Any] = {"objective": ask.objective, "fix": words(ask.fix), "forbid": words(ask.forbid)}
+        page = asyncio.get_running_loop()
+
+        def preview(ranked: list[LayoutPreview]) -> None:  # called in the search's thread
+            page.call_soon_threadsafe(page.call_later, SOON_S, self.show_preview, mine, job, ranked)
+
+        def go_on(_: str) -> None:
+            if mine != self.requested:
+                raise SupersededError
+
+        try:
+            found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **options)
+        except SupersededError:
+            return
+        if mine != self.requested or found is None or self.frame.closed:
+            return
+        self.frame.say("")
+        self.answered, self.result = mine, found
+        self.show_result(found)
+        if not found.plans:
+            return
+        shown = self.plan
+        await asyncio.sleep(SENT_S)
+        if mine != self.requested or self.frame.closed:
+            return
+        if self.plan is shown and shown is not None:  # else the user went on to another
+            self.editor.begin(shown)
+        plans = await run.io_bound(explained, found.plans, **options)
+        if mine != self.requested or plans is None or self.frame.closed:
+            return
+        self.result = replace(found, plans=tuple(plans))
+        if self.plan is found.plans[0]:
+            self.show_plan(plans[0])
 
     def show_preview(self, mine: int, job: Job, ranked: list[LayoutPreview]) -> None:
         """The closed-form ranking, until the best layouts are simulated."""
-        if mine != self.requested or mine == self.answered or self.frame.closed:
-            return
-        self.summary.text = "ranked by closed forms; the best are being simulated"
-        self.layouts.selected = []
-        self.layouts.rows = [
-            _row(
-                -number,
-                one.layout,
-                f"≈ {seconds(one.step_time_s)}",
-                f"≈ {one.layout.batch_tokens(job.seq) / one.step_time_s / one.layout.gpus:,.0f}",
-                "…",
-                "…",
-            )
-            for number, one in enumerate(ranked, 1)
-        ]
+        if mine == self.requested and mine != self.answered and not self.frame.closed:
+            self.summary.text = "ranked by closed forms; the best are being simulated"
+            self.layouts.show(preview_rows(job, ranked))
 
     def show_result(self, found: Result) -> None:
         self.summary.text = " · ".join(
             [f"{found.evaluated:,} legal layouts in {found.seconds:.2f} s, {found.fitting:,} fit", *found.notes]
         )
-        rows = []
-        for number, one in enumerate(found.plans):
-            e = one.estimate
-            cells = seconds(e.step_time_s), f"{e.tokens_per_s_per_gpu:,.0f}", f"{e.mfu:.1%}", f"{e.peak_gib:,.1f}"
-            rows.append(_row(number, one.layout, *cells))
-        self.layouts.rows = rows
-        self.layouts.selected = rows[:1]
-        if not found.plans:
-            self.frame.say(str(found.no_fit))
+        self.manual = None
+        if found.no_fit is not None:
+            self.show_empty("Nothing fits", no_fit_words(found.no_fit), no_fit_fixes(found, self.frame.ask))
             return
+        self.show_sections(True)
         best = found.plans[0]
         own = self.frame.ask.own_layout(best.job, best.layout) if self.frame.ask.layout else best.layout
-        if own is None or own == best.layout:
-            self.show_plan(best, reasons_pending=True)
-        else:
-            self.show_plan(self.planned(best, own))
+        listed = [number for number, one in enumerate(found.plans) if one.layout == own]
+        if own is None or problem(best.job, own) is not None:
+            self.frame.say(f"layout={self.frame.ask.layout:.100} is not legal for this job: the best layout is shown")
+            listed = [0]
+        if listed:
+            self.show_plan(found.plans[listed[0]], reasons_pending=listed[0] == 0)
+            self.show_rows(listed[0])
+        elif own is not None:
+            self.show_manual(own)
 
-    def picked(self, event: events.TableSelectionEventArguments) -> None:
-        if self.result is not None and event.selection and event.selection[0]["number"] >= 0:
-            selected = self.result.plans[event.selection[0]["number"]]
-            best = dict(self.result.plans[0].layout)
-            self.frame.changed(layout=changes_text({n: value for n, value in selected.layout if value != best[n]}))
-            self.by_hand.begin(selected)
+    def show_rows(self, selected: int) -> None:
+        assert self.result is not None
+        best = self.result.plans[0]
+        several = len({one.layout.gpus for one in self.result.plans}) > 1
+        rows = [plan_row(number, one, best, several) for number, one in enumerate(self.result.plans)]
+        if self.manual is not None:
+            rows.insert(0, plan_row(MANUAL, self.manual, best, several))
+        self.layouts.show(rows, selected)
+
+    def show_empty(self, title: str, text: str, fixes: Sequence[tuple[str, dict[str, str]]]) -> None:
+        """No layout to show: say why, with buttons that change the job so that there is one."""
+        self.frame.say("")
+        self.plan = self.result = self.manual = None
+        self.show_sections(False)
+        self.layouts.show([])
+        self.verdict.text = self.convention.text = ""
+        self.editor.clear()
+        self.draw(None, dict.fromkeys(FIGURES))
+        self.empty.clear()
+        self.empty.set_visibility(True)
+        with self.empty:
+            ui.label(title).classes("text-lg font-bold")
+            ui.label(text).classes("q-my-sm")
+            with ui.column().classes("gap-2 items-start"):
+                for label, values in fixes:
+                    ui.button(label, on_click=partial(self.fix, values)).props("outline no-caps align=left").classes(
+                        "text-left"
+                    )
+
+    async def fix(self, values: dict[str, str]) -> None:
+        self.form.fill(self.frame.ask.changed(**values))
+        await self.wanted(values)
+
+    # The selected layout.
+
+    def picked(self, number: int) -> None:
+        """A row of the table was selected."""
+        with self.frame.show_errors():
+            if self.result is None or number < MANUAL:
+                return
+            selected = self.manual if number == MANUAL else self.result.plans[number]
+            if selected is None or selected is self.plan:
+                return
+            self.remember(selected.layout)
+            self.editor.begin(selected)
             self.show_plan(selected)
 
-    def cut(self, layout: Layout, changes: str) -> str | None:
-        """Show the edited layout, or why it is not legal."""
+    def edited(self, layout: Layout) -> str | None:
+        """Show the edited layout as a selected row, or say why it is not legal."""
         assert self.result is not None
-        job = self.result.plans[0].job
-        sentence = problem(job, layout)
+        sentence = problem(self.result.plans[0].job, layout)
         if sentence is not None:
             return sentence
-        self.frame.changed(layout=changes)
-        self.show_plan(self.planned(self.result.plans[0], layout))
+        self.remember(layout)
+        self.show_manual(layout)
         return None
 
-    @staticmethod
-    def planned(best: Plan, layout: Layout) -> Plan:
+    def show_manual(self, layout: Layout) -> None:
+        assert self.result is not None
+        best = self.result.plans[0]
         found = estimate(best.job, layout)
-        faster = found.step_time_s / best.estimate.step_time_s - 1
-        return Plan(
-            job=best.job, layout=layout, estimate=found, reasons=(f"Cut by hand: a step takes {faster:+.1%} of the best's",)
-        )
+        slower = found.step_time_s / best.estimate.step_time_s - 1
+        reason = f"Manual layout: its step time differs by {slower:+.1%} from the best layout's"
+        self.manual = Plan(job=best.job, layout=layout, estimate=found, reasons=(reason,))
+        self.show_plan(self.manual)
+        self.show_rows(MANUAL)
+
+    def remember(self, layout: Layout) -> None:
+        """Keep in the address how the layout differs from the best; dp and gas only where they do not follow."""
+        assert self.result is not None
+        best = self.result.plans[0]
+        other = {name: value for name, value in layout if value != getattr(best.layout, name)}
+        short = {name: value for name, value in other.items() if name not in ("dp", "gas")}
+        derived = self.frame.ask.changed(layout=changes_text(short)).own_layout(best.job, best.layout)
+        self.frame.changed(layout=changes_text(short if derived == layout else other))
 
     def show_plan(self, plan: Plan, reasons_pending: bool = False) -> None:
         """The numbers at once, the figures after them; where its reasons follow, so do they."""
+        assert self.result is not None
         self.plan = plan
-        self.tiles.clear()
-        with self.tiles:
-            for name, value in headline(plan):
-                with ui.card().classes("p-2 gap-0"):
-                    ui.label(value).classes("text-lg font-bold").mark(f"tile {name.split(' of ')[0]}")
-                    ui.label(name).classes("text-xs")
-        self.verdict.text = f"{plan.layout}: {verdict(plan)}"
-        first = (
-            self.charts["memory-by-stage"].element is None
-        )  # Plotly's script comes with the first figures, and with it all that moves
+        cards(self.cards, plan, self.result.plans[0])
+        self.verdict.text = f"{layout_words(plan.layout)}: {verdict(plan)}"
+        peak = "fp8" if plan.job.precision.startswith("fp8") else plan.job.precision
+        self.convention.text = f"MFU: model FLOPs with causal attention over the GPU's {peak} peak."
+        first = self.charts["memory-by-stage"].element is None  # Plotly's script comes with the first figures
         if reasons_pending and not first:
             return
         self.reasons.clear()
         with self.reasons:
             for line in (*plan.reasons, *plan.estimate.notes):
-                ui.label(f"• {line}")
+                ui.html(escape(line), tag="li", sanitize=False)
         if first:
             self.draw(plan, _figures(plan))
         else:
@@ -318,10 +310,13 @@ class Planner:
             if figures is not None and plan is self.plan and not self.frame.closed:
                 self.draw(plan, figures)
 
-    def draw(self, plan: Plan, figures: dict[str, go.Figure | None]) -> None:
+    def draw(self, plan: Plan | None, figures: dict[str, go.Figure | None]) -> None:
         for name, figure in figures.items():
             self.charts[name].show(figure)
+        self.cluster.show(plan)
         self.cheatsheet.clear()
+        if plan is None:
+            return
         with self.cheatsheet:
             formulas = [(one.name, one.form, one.value) for one in cheatsheet.formulas(plan)]
             table(("quantity", "formula", "here"), formulas, "formulas")
@@ -350,16 +345,13 @@ class Planner:
 
     async def save_report(self) -> None:
         if self.plan is not None:
-            page = await run.io_bound(plan_page, self.plan, "plan.yaml")
-            ui.download.content(page or "", "report.html")
+            with self.frame.show_errors():
+                page = await run.io_bound(plan_page, self.plan, "plan.yaml")
+                ui.download.content(page or "", "report.html")
 
 
 def _figures(plan: Plan) -> dict[str, go.Figure | None]:
     return {name: draw(plan) for name, draw in FIGURES.items()}
-
-
-def _row(number: int, layout: Layout, *cells: str) -> dict[str, Any]:
-    return {"number": number, **dict(zip(COLUMNS, (str(layout), *cells), strict=True))}
 
 
 def _zipped(files: Sequence[File]) -> bytes:
@@ -368,7 +360,3 @@ def _zipped(files: Sequence[File]) -> bytes:
         for file in files:
             bundle.writestr(file.name, file.text)
     return archive.getvalue()
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.replace(" ", ",").split(",") if word.strip()]

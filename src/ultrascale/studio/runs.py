@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -40,13 +41,15 @@ class Runs:
         self.frame, self.folder = Frame("/runs", ask), folder
         known = names(folder)
         selected = [name for name in query.get("run", "").split("|") if name in known] or known[:1]
-        ui.label(f"Runs in {folder}").classes("text-base font-bold")
-        self.select = ui.select(known, label="runs", value=selected, multiple=True, on_change=self.picked)
-        self.select.classes("w-full").props('use-chips outlined dense aria-label="runs"').mark("runs")
-        self.state = ui.label("").mark("run-state")
-        self.loss, self.speed = Chart(self.frame, "loss"), Chart(self.frame, "speed")
-        self.beside = Chart(self.frame, "beside")
-        self.terms = ui.column().classes("w-full")
+        with ui.element("section").classes("us-card"):
+            ui.html(f"<h2>Runs in {escape(str(folder))}</h2>", sanitize=False)
+            self.select = ui.select(known, label="runs", value=selected, multiple=True, on_change=self.picked)
+            self.select.classes("w-full").props('use-chips outlined dense aria-label="runs"').mark("runs")
+            self.state = ui.label("").classes("q-mt-sm").mark("run-state")
+        with ui.element("div").classes("us-figures"):
+            self.loss, self.speed = Chart(self.frame, "loss"), Chart(self.frame, "speed")
+            self.beside = Chart(self.frame, "beside", wide=True)
+        self.terms = ui.element("section").classes("us-figure us-scroll")
         self.drawn: dict[str, float] = {}
         self.refresh()
         ui.timer(EVERY_S, self.refresh)

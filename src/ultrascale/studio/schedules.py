@@ -1,4 +1,4 @@
-"""The schedules page: a pipeline schedule with sliders for ranks, micro-batches and times, animated."""
+"""The schedules page: pipeline schedules side by side with sliders for ranks, micro-batches and times, animated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from nicegui import ui
 
 from ultrascale.figures import style
 from ultrascale.figures.plan import gantt
-from ultrascale.schedules import REGISTRY, StageTimes, Timeline, build, legal, simulate
+from ultrascale.schedules import REGISTRY, StageTimes, Timeline, build, in_flight, legal, simulate
 from ultrascale.specs.errors import SpecError
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame
 
 PLAYED_S, TICK_S = 6.0, 0.1
+COMPARED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
+HEADS = {
+    "schedule": "schedule",
+    "chunks": "virtual stages",
+    "bubble": "bubble",
+    "takes": "step (forwards)",
+    "delta": "Δ best",
+    "memory": "activations, micro-batches",
+    "what": "",
+}
 
 
 @dataclass(frozen=True)
@@ -43,30 +53,35 @@ class Slider:
 
 
 SLIDERS = (
-    Slider("ranks", "ranks", 1, 16, 1, 4),
+    Slider("ranks", "pipeline ranks", 1, 16, 1, 4),
     Slider("microbatches", "micro-batches", 1, 64, 1, 8),
-    Slider("chunks", "chunks per rank", 1, 8, 1, 1),
-    Slider("backward", "a backward takes, in forwards", 1, 4, 0.1, 2),
-    Slider("send", "a message takes, in forwards", 0, 0.5, 0.01, 0),
+    Slider("chunks", "virtual stages", 1, 8, 1, 2),
+    Slider("backward", "backward/forward time ratio", 1, 4, 0.1, 2),
+    Slider("send", "send/forward time ratio", 0, 0.5, 0.01, 0),
 )
 
 
 class Schedules:
     def __init__(self, ask: PlannerQuery, query: Mapping[str, str]) -> None:
         self.frame = Frame("/schedules", ask)
-        name = query.get("schedule", "1f1b")
-        self.name = name if name in REGISTRY else "1f1b"
+        asked = [name for name in query.get("schedule", "")[:200].split("|") if name in REGISTRY]
+        self.names = asked or list(COMPARED)
         self.values = {knob.key: knob.read(query.get(knob.key)) for knob in SLIDERS}
-        with ui.row().classes("w-full items-center gap-6"):
-            chooser = ui.select(list(REGISTRY), label="Schedule", value=self.name, on_change=self.named)
-            chooser.classes("w-44").props('outlined dense aria-label="schedule"').mark("schedule-name")
-            for knob in SLIDERS:
-                self.slider(knob)
-            ui.button("Play", on_click=self.play).mark("play")
-        self.what = ui.label("").classes("text-base")
-        self.found = ui.label("").mark("bubble")
-        self.chart = Chart(self.frame, "gantt")
-        self.timeline: Timeline | None = None
+        with ui.element("div").classes("us-plan"):
+            with ui.element("aside").classes("us-panel"), ui.element("section").classes("us-card"):
+                ui.html("<h2>Pipeline</h2>", sanitize=False)
+                for knob in SLIDERS:
+                    self.slider(knob)
+                ui.button("Play", on_click=self.play).props("outline no-caps dense").classes("q-mt-sm w-full").mark("play")
+            with ui.element("main").classes("us-answers"):
+                with ui.element("section").classes("us-card"):
+                    self.grid = ui.table(columns=_columns(), rows=[], row_key="schedule", selection="multiple")
+                    self.grid.classes("w-full us-layouts us-schedules").props("flat dense hide-pagination hide-selected-banner")
+                    self.grid.props(":rows-per-page-options=[0]").on_select(self.chosen)
+                    ui.label("Select the schedules to draw; all have the same time axis.").classes("us-soft q-mt-sm")
+                with ui.element("div").classes("us-figures"):
+                    self.charts = {name: Chart(self.frame, f"gantt-{name}") for name in REGISTRY}
+        self.timelines: dict[str, Timeline] = {}
         self.clock = ui.timer(TICK_S, self.tick, active=False)
         self.played_s = 0.0
         with self.frame.show_errors():
@@ -74,61 +89,105 @@ class Schedules:
 
     def slider(self, knob: Slider) -> None:
         value = self.values[knob.key]
-        with ui.column().classes("w-48 gap-0"):
-            shown = ui.label(knob.words(value)).classes("text-sm")
-            slider = ui.slider(min=knob.low, max=knob.high, step=knob.step, value=value)
-            slider.mark(knob.key).props(f'aria-label="{knob.label}"')
+        shown = ui.label(knob.words(value)).classes("text-sm")
+        slider = ui.slider(min=knob.low, max=knob.high, step=knob.step, value=value)
+        slider.mark(knob.key).props(f'dense aria-label="{knob.label}"')
 
-            def moved(event: Any) -> None:
-                self.values[knob.key] = float(event.value)
-                shown.text = knob.words(float(event.value))
-                self.draw()
+        def moved(event: Any) -> None:
+            self.values[knob.key] = float(event.value)
+            shown.text = knob.words(float(event.value))
+            self.changed()
 
-            slider.on_value_change(moved)
+        slider.on_value_change(moved)
 
-    def named(self, event: Any) -> None:
-        self.name = event.value
-        self.draw()
+    def chosen(self, event: Any) -> None:
+        self.names = [row["schedule"] for row in event.selection]
+        self.changed()
 
-    def draw(self) -> None:
+    def changed(self) -> None:
         self.frame.say("")
         self.clock.active = False
         with self.frame.show_errors():
             self.show()
-        words = {"schedule": self.name, **{key: f"{value:g}" for key, value in self.values.items()}}
-        theme = {"theme": "dark"} if self.frame.theme == "dark" else {}
-        ui.navigate.history.replace(f"/schedules?{urlencode({**words, **theme})}")
+            words = {"schedule": "|".join(self.names), **{key: f"{value:g}" for key, value in self.values.items()}}
+            theme = {"theme": "dark"} if self.frame.theme == "dark" else {}
+            ui.navigate.history.replace(f"/schedules?{urlencode({**words, **theme})}")
 
     def show(self) -> None:
-        ranks, batches = int(self.values["ranks"]), int(self.values["microbatches"])
-        spec, requested = REGISTRY[self.name], int(self.values["chunks"])
+        """Simulate every schedule that these sizes allow, and draw the selected ones on one time axis."""
+        rows, self.timelines = [], {}
+        for name in REGISTRY:
+            try:
+                self.timelines[name] = self.simulated(name)
+            except SpecError as error:
+                rows.append({**dict.fromkeys(HEADS, "–"), "schedule": name, "what": str(error)})
+                continue
+            rows.append(self.row(name))
+        fastest = min((timeline.makespan_s for timeline in self.timelines.values()), default=1.0)
+        for row in rows:
+            if row["schedule"] in self.timelines:
+                slower = self.timelines[row["schedule"]].makespan_s / fastest - 1
+                row["delta"] = f"{slower:+.1%}" if slower > 1e-9 else "best"
+        self.grid.rows = rows
+        self.grid.selected = [row for row in rows if row["schedule"] in self.names]
+        drawn = {name: self.timelines[name] for name in self.names if name in self.timelines}
+        longest = max((timeline.makespan_s for timeline in drawn.values()), default=1.0)
+        for name, chart in self.charts.items():
+            figure = gantt(drawn[name], name, unit="forwards") if name in drawn else None
+            if figure is not None:
+                figure.update_xaxes(range=[0, longest])
+            chart.show(figure)
+
+    def sizes(self, name: str) -> tuple[int, int, int]:
+        """Ranks, micro-batches, and the virtual stages nearest to those asked for that the schedule has."""
+        spec, requested = REGISTRY[name], int(self.values["chunks"])
         chunks = max(spec.least_stages, min(spec.most_stages or requested, requested))
-        self.what.text = spec.label
-        sentence = legal(self.name, ranks, batches, chunks)
+        return int(self.values["ranks"]), int(self.values["microbatches"]), chunks
+
+    def simulated(self, name: str) -> Timeline:
+        ranks, batches, chunks = self.sizes(name)
+        sentence = legal(name, ranks, batches, chunks)
         if sentence is not None:
             raise SpecError(sentence)
         forward = 1 / chunks
         backward = forward * self.values["backward"]
         times = StageTimes.uniform(ranks * chunks, forward, backward / 2, backward / 2, self.values["send"])
-        self.timeline = simulate(build(self.name, ranks, batches, chunks), times)
-        self.found.text = (
-            f"bubble {self.timeline.bubble_fraction:.1%}; a step takes {self.timeline.makespan_s:.2f} forwards of a whole "
-            f"rank; {chunks} chunk{'s' if chunks > 1 else ''} per rank"
-        )
-        self.chart.show(gantt(self.timeline, self.name, unit="forwards"))
+        return simulate(build(name, ranks, batches, chunks), times)
+
+    def row(self, name: str) -> dict[str, str]:
+        ranks, batches, chunks = self.sizes(name)
+        held = int(in_flight(name, ranks, list(range(ranks)), batches, chunks).max()) / chunks
+        timeline = self.timelines[name]
+        return {
+            "schedule": name,
+            "chunks": str(chunks),
+            "bubble": f"{timeline.bubble_fraction:.1%}",
+            "takes": f"{timeline.makespan_s:.2f}",
+            "memory": f"{held:.3g}",
+            "what": REGISTRY[name].label,
+        }
 
     def play(self) -> None:
         """Uncover the step from the left, in some seconds."""
         self.played_s, self.clock.active = 0.0, True
 
     def tick(self) -> None:
-        if self.timeline is None or self.chart.element is None:
-            return
         self.played_s += TICK_S
         share = min(1.0, self.played_s / PLAYED_S)
-        if share == 1:
-            self.clock.active = False
-        now = share * self.timeline.makespan_s
-        cover = {"type": "rect", "x0": now, "x1": self.timeline.makespan_s, "yref": "paper", "y0": 0, "y1": 1}
+        self.clock.active = share < 1
+        drawn = [name for name in self.names if name in self.timelines]
+        longest = max((self.timelines[name].makespan_s for name in drawn), default=1.0)
+        cover = {"type": "rect", "x0": share * longest, "x1": longest, "yref": "paper", "y0": 0, "y1": 1}
         cover |= {"fillcolor": style.PAPER[self.frame.theme], "line": {"width": 0}, "layer": "above"}
-        self.chart.element.run_plot_method("relayout", {"shapes": [cover] if share < 1 else []})
+        for name in drawn:
+            element = self.charts[name].element
+            if element is not None:
+                element.run_plot_method("relayout", {"shapes": [cover] if share < 1 else []})
+
+
+def _columns() -> list[dict[str, Any]]:
+    left = ("schedule", "what")
+    return [
+        {"name": name, "label": label, "field": name, "align": "left" if name in left else "right"}
+        for name, label in HEADS.items()
+    ]

@@ -45,19 +45,20 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from nicegui import ui
     from starlette.requests import Request
 
-    from ultrascale.studio.accuracy import Accuracy
+    from ultrascale.studio.accuracy import Accuracy, PublishedScores
     from ultrascale.studio.address import PlannerQuery
     from ultrascale.studio.explore import Explore
     from ultrascale.studio.planner import Planner
     from ultrascale.studio.runs import Runs
     from ultrascale.studio.schedules import Schedules
 
+    scores = PublishedScores(accuracy)
     built: dict[str, Callable[[PlannerQuery, dict[str, str]], Any]] = {
         "/": lambda ask, query: Planner(ask),
         "/explore": lambda ask, query: Explore(ask),
         "/schedules": Schedules,
         "/runs": lambda ask, query: Runs(ask, query, folder),
-        "/accuracy": lambda ask, query: Accuracy(ask, accuracy),
+        "/accuracy": lambda ask, query: Accuracy(ask, scores),
     }
 
     def register(path: str, build: Callable[[PlannerQuery, dict[str, str]], Any]) -> None:
@@ -66,7 +67,8 @@ def pages(folder: Path, accuracy: Path | None) -> None:
             page = build(PlannerQuery.from_query(query), query)
             if hasattr(page, "load"):
                 await ui.context.client.connected()
-                await page.load()
+                with page.frame.show_errors():
+                    await page.load()
 
         # Annotations are texts here (from __future__), which FastAPI cannot look up in a function's own names.
         show.__annotations__["request"] = Request
