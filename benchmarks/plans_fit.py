@@ -23,7 +23,7 @@ MODELS = (
     *("smollm2-1.7b", "llama-3.2-3b", "llama-3-8b", "qwen3-14b"),
     *("qwen3-32b", "llama-3-70b", "mixtral-8x7b", "qwen3-30b-a3b"),
 )
-CLUSTERS = ("1xh100", "8xh100", "16xa100-80", "64xh100", "512xh200")
+CLUSTERS = ("16xh100", "16xa100-80", "64xh100", "256xb200", "512xh200")
 SEQ, SEQUENCES = 4096, 1024
 
 
