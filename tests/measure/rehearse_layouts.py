@@ -39,6 +39,7 @@ MODELS = {
     "narrow": Model(name="narrow", kv_heads=4, moe=MoE(experts=8, top_k=4, expert_ffn=128), **SHAPE),  # rows beat widths
     "few": Model(name="few", kv_heads=4, moe=MoE(experts=2, top_k=1, expert_ffn=512), **SHAPE),
     "three": Model(name="three", kv_heads=4, moe=MoE(experts=3, top_k=1, expert_ffn=512), **SHAPE),
+    "deep": Model(name="deep", kv_heads=2, ffn=1536, **{**SHAPE, "layers": 16}),
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
     ),
@@ -71,6 +72,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("odd", {"pp": 3, "dp": 2, "gas": 4, "zero": 3}),
     ("gqa", {"dp": 2, "gas": 2, "zero": 3, "gradients": "bf16"}),
     ("alike", {"recompute": "selective"}),
+    ("deep", {"pp": 2, "dp": 2, "gas": 2, "zero": 3, "recompute": "full", "schedule": "interleaved", "virtual_stages": 8}),
+    ("deep", {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "recompute": "full", "schedule": "interleaved", "virtual_stages": 4}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 SLOW: list[tuple[str, dict[str, Any]]] = [
