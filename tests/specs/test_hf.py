@@ -202,7 +202,7 @@ def test_sliding_windows() -> None:
     ("name", "change", "sentence"),
     [
         ("gpt2", {"model_type": "bert"}, "config.model_type is 'bert', which Ultrascale cannot read"),
-        ("gpt2", {"model_type": "lama"}, "did you mean 'llama'"),
+        ("gpt2", {"model_type": "lama"}, "describe it in a model file"),
         ("gpt2", {"model_type": "lama"}, "known: deepseek_v2, deepseek_v3, gpt2"),
         ("gpt2", {"model_type": 3}, "config.model_type is 3"),
         ("gpt2", {"n_layer": None}, "config.n_layer is missing"),

@@ -28,8 +28,9 @@ def check_cores(nproc: int | None, gpus: int, force: bool) -> None:
     """Refuses processes that would share a core, whose times say nothing about a machine."""
     from ultrascale.launch.machine import cores
 
-    if nproc is not None and not gpus and nproc > cores() and not force:
-        raise SpecError(f"--nproc is {nproc} but this machine has {cores()} cores: try {cores()}, or add --force")
+    most = max(2, cores())  # two are the least that communicate
+    if nproc is not None and not gpus and nproc > most and not force:
+        raise SpecError(f"--nproc is {nproc} but this machine has {cores()} cores: try {most}, or add --force")
 
 
 @app.command()

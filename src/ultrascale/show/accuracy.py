@@ -119,7 +119,9 @@ def _show_rest(console: Console, figures: dict[str, Any]) -> None:
             f"worst regret of our first choice {ranking['worst_regret']:.1%}"
         )
     if figures["interval_80_coverage"] is not None:
-        console.print(f"80 % ranges made without a row's source hold it in {figures['interval_80_coverage']:.0%} of the cases")
+        console.print(
+            f"80 % intervals made without a row's source hold it in {figures['interval_80_coverage']:.0%} of the cases"
+        )
 
 
 def group_table(groups: Any, title: str) -> Table:
@@ -167,7 +169,7 @@ def show_row(console: Console, one: ScoredRun) -> None:
     if one.estimate.range is not None:
         span = one.estimate.range
         console.print(
-            f"80 % range of the step: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} ({span.based_on})"
+            f"80 % interval of the step: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} ({span.based_on})"
         )
     console.print(time_table(one.estimate))
     console.print(memory_table(one.estimate, narrow=console.width < NARROW))
@@ -246,7 +248,7 @@ def headline(figures: dict[str, Any]) -> list[tuple[str, str]]:
         tau_and_regret = f"{ranking['mean_tau']:.2f} / {ranking['worst_regret']:.1%}"
         rows.append(("ranking of one job's layouts: mean Kendall τ / worst regret", tau_and_regret))
     if figures["interval_80_coverage"] is not None:
-        rows.append(("80 % ranges hold rows of sources they had not seen", f"{figures['interval_80_coverage']:.0%}"))
+        rows.append(("80 % intervals hold rows of sources they had not seen", f"{figures['interval_80_coverage']:.0%}"))
     return rows
 
 
