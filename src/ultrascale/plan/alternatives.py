@@ -11,8 +11,11 @@ from ultrascale.cost.table import Table
 from ultrascale.schedules import DEFAULT_SCHEDULE
 from ultrascale.specs.layout import Layout
 
+LEAST_MEMORY, SIMPLEST, NO_PIPELINE = "least memory", "simplest", "no pipeline"
 LEANEST_WITHIN = 1.10  # of the fastest step
 SIMPLEST_WITHIN = 1.03
+WITHIN = {LEAST_MEMORY: LEANEST_WITHIN, SIMPLEST: SIMPLEST_WITHIN}
+CANDIDATES = 12  # of each kind: closed forms are some percent off, so the best are evaluated exactly
 
 
 @dataclass
@@ -44,21 +47,21 @@ class AlternativeLayouts:
         self._step_s.append(cells.step_s[core, variant][kept])
         self._peak_bytes.append(peak[kept])
 
-    def layouts(self) -> dict[str, Layout]:
-        """By kind; a kind that no layout has is left out."""
+    def candidates(self) -> dict[str, list[Layout]]:
+        """Of each kind a few, best first by closed forms; a kind that no layout has is left out."""
         if not self._rows:
             return {}
-        rows = LayoutColumns.from_mapping(
-            {name: np.concatenate([getattr(part, name) for part in self._rows]) for name in NAMES}
-        )
+        columns = {name: np.concatenate([getattr(part, name) for part in self._rows]) for name in NAMES}
+        rows = LayoutColumns.from_mapping(columns)
         step_s, peak = np.concatenate(self._step_s), np.concatenate(self._peak_bytes)
         slower = step_s / self.fastest_s
         kinds = {
-            "least memory": np.where(slower <= LEANEST_WITHIN, peak, np.inf),
-            "simplest": np.where(slower <= SIMPLEST_WITHIN, techniques(rows) + slower / 1e3, np.inf),
-            "no pipeline": np.where(rows.pp == 1, step_s, np.inf),
+            LEAST_MEMORY: np.where(slower <= LEANEST_WITHIN, peak, np.inf),
+            SIMPLEST: np.where(slower <= SIMPLEST_WITHIN, techniques(rows) + slower / 1e3, np.inf),
+            NO_PIPELINE: np.where(rows.pp == 1, step_s, np.inf),
         }
-        return {kind: rows.layout(int(np.argmin(score))) for kind, score in kinds.items() if np.isfinite(score).any()}
+        found = {kind: [n for n in np.argsort(score)[:CANDIDATES] if np.isfinite(score[n])] for kind, score in kinds.items()}
+        return {kind: [rows.layout(int(number)) for number in numbers] for kind, numbers in found.items() if numbers}
 
 
 def techniques(rows: LayoutColumns) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
-from ultrascale.plan import advice, reasons
+from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, fastest, rank, why_empty
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job
@@ -144,22 +144,28 @@ def _planned(draft: DraftEstimate) -> Plan:
 def _alternatives(
     best: Plan, ranked: RankedLayouts, constraints: LayoutConstraints, limit_gib: float
 ) -> tuple[Alternative, ...]:
-    """Plans of other kinds than the best that fit, each kind once."""
-    job, layouts = best.job, ranked.alternatives.layouts()
+    """Plans of other kinds than the best, each the first of its kind that fits and is fast enough by the exact count."""
+    job, candidates = best.job, ranked.alternatives.candidates()
     if best.layout.pp == 1:
-        layouts.pop("no pipeline", None)
+        candidates.pop(alternatives.NO_PIPELINE, None)
     if best.layout.tp > (local := job.cluster.fast_domain):
         beyond = (degree for degree in divisors(job.cluster.gpus) if degree > local)
         forbidden = {**constraints.forbidden, "tp": (*constraints.forbidden.get("tp", ()), *beyond)}
         found = rank(job, replace(constraints, forbidden=forbidden), "throughput", 1, limit_gib * GIB)
-        layouts |= {"TP inside a node": found.rows.layout(0)} if found.score else {}
+        candidates |= {"TP inside a node": [found.rows.layout(0)]} if found.score else {}
+    layouts = list(dict.fromkeys(layout for some in candidates.values() for layout in some))
+    fitting = [one for one in memory_drafts(job, layouts) if one.peak_gib <= limit_gib] if layouts else []
+    drafts = {draft.view.layout: draft for draft in add_times(fitting)} if fitting else {}
     kinds: dict[Layout, list[str]] = {}
-    for kind, layout in layouts.items():
-        if layout != best.layout:
-            kinds.setdefault(layout, []).append(kind)
-    drafts = add_times([one for one in memory_drafts(job, list(kinds)) if one.peak_gib <= limit_gib]) if kinds else []
-    plans = [_planned(draft) for draft in drafts]
-    return tuple(Alternative(", ".join(kinds[plan.layout]), plan) for plan in plans)
+    for kind, some in candidates.items():
+        longest_s = alternatives.WITHIN.get(kind, math.inf) * best.estimate.step_time_s
+        enough = [layout for layout in some if layout in drafts and drafts[layout].step_time_s <= longest_s]
+        if kind == alternatives.LEAST_MEMORY:
+            enough.sort(key=lambda layout: drafts[layout].peak_gib)
+            enough = [layout for layout in enough if drafts[layout].peak_gib < best.estimate.peak_gib]
+        if enough and enough[0] != best.layout:
+            kinds.setdefault(enough[0], []).append(kind)
+    return tuple(Alternative(", ".join(names), _planned(drafts[layout])) for layout, names in kinds.items())
 
 
 def best_plan(job: Job, constraints: LayoutConstraints) -> Plan | None:
