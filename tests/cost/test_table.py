@@ -190,10 +190,37 @@ def test_a_longest_step_drops_only_longer_ones(model: str, cluster: str) -> None
     for group in cores(job, LayoutConstraints.parse(["ep=8"] if job.model.moe else [])):
         all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
         longest_s = float(np.quantile(all_of_them.step_s[all_of_them.fits], 0.2)) if all_of_them.fits.any() else 1.0
-        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity, longest_s)
-        assert np.array_equal(cells.fits, all_of_them.fits)
+        layouts = table.LayoutTable(job, group.columns, group.variants, ClusterRates(job))
+        cells = layouts.evaluate(np.arange(len(group.columns)), capacity, longest_s)
         timed = np.isfinite(cells.step_s)
+        assert np.array_equal(cells.fits, timed)
+        assert np.array_equal(cells.peak_bytes[timed], all_of_them.peak_bytes[timed])
         assert np.array_equal(cells.step_s[timed], all_of_them.step_s[timed])
         assert np.all(all_of_them.step_s[~timed] > longest_s)
         dropped += int((np.isfinite(all_of_them.step_s) & ~timed).sum())
     assert dropped > 1000
+
+
+@pytest.mark.quick_cases(every=3)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("framework", ["ultrascale", "playbook", "megatron-core"])
+@pytest.mark.parametrize(("model", "cluster"), [("llama-3-8b", "32xh100"), ("mixtral-8x7b", "32xh100")])
+def test_lower_bounds_are_never_above_the_figures(model: str, cluster: str, framework: str, precision: str) -> None:
+    job = Job(
+        model=Model.load(model),
+        cluster=Cluster.load(cluster),
+        seq=8192,
+        batch_tokens=2**20,
+        framework=Framework.load(framework),
+        precision=precision,
+    )
+    draw, tight = np.random.default_rng(0), list[float]()
+    for group in cores(job, LayoutConstraints()):
+        rows = draw.permutation(len(group.columns))[:200]
+        layouts = table.LayoutTable(job, group.columns, group.variants, ClusterRates(job))
+        cells = layouts.evaluate(rows, np.inf)
+        assert np.all(layouts.shortest_step_s()[rows, None] <= cells.step_s)
+        least = layouts.least_peak_bytes()[rows, None]
+        assert np.all(np.where(cells.legal, least, 0.0) <= cells.peak_bytes)
+        tight += np.ravel(least / cells.peak_bytes.min(axis=1, keepdims=True)).tolist()
+    assert np.median(tight) > 0.5  # enough to exclude layouts

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ultrascale import Cluster, Job, Model
-from ultrascale.cost.estimate import memory_limit_gib
 from ultrascale.plan import plan
-from ultrascale.plan.candidates import LayoutConstraints, fastest, rank
+from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.search import best_plan
 from ultrascale.plan.survey import front, heat_map_around, searched
 from ultrascale.specs.framework import Framework
-from ultrascale.specs.units import GIB
 
 
 def make_job(model: str, cluster: str, **fields: object) -> Job:
@@ -49,12 +47,8 @@ def test_a_neighbour_with_too_few_positions_has_no_plan() -> None:
 
 
 @pytest.mark.parametrize(("model", "cluster"), [("llama-3-8b", "32xh100"), ("mixtral-8x7b", "16xh100")])
-def test_the_fastest_are_those_of_the_ranking(model: str, cluster: str) -> None:
+def test_the_best_plan_is_the_first_of_all(model: str, cluster: str) -> None:
     job, none = make_job(model, cluster), LayoutConstraints()
-    limit = memory_limit_gib(job, 0.9, 0.0) * GIB
-    wanted, found = rank(job, none, "throughput", 24, limit), fastest(job, none, 24, limit)
-    assert found.score == pytest.approx(wanted.score)
-    assert found.evaluated < wanted.evaluated
     assert best_plan(job, none).layout == plan(job, top=1, explain=False).plans[0].layout  # type: ignore[union-attr]
 
 

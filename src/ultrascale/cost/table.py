@@ -7,22 +7,25 @@ them. The closed forms are those of schedules/registry.py, held to the simulator
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
 from ultrascale.cost import communication, stages
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of, where
 from ultrascale.cost.hardware import ClusterRates, Workload
-from ultrascale.cost.memory.estimate import InFlightMicrobatches, peak_parts
-from ultrascale.cost.step import component_times, depends_on, end_of_step
+from ultrascale.cost.memory.estimate import InFlightMicrobatches, PeakParts, least_parts, peak_parts
+from ultrascale.cost.step import ComponentTimes, component_times, depends_on, end_of_step
 from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
 
 Variant = tuple[str, int]
-BLOCK = 16_384  # cores at a time: the working arrays of a block stay in the cache
+Share: TypeAlias = tuple[int, ...]
+BLOCK = 16_384  # rows at a time: the working arrays of a block stay in the cache
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,11 @@ class Table:
     variants: tuple[Variant, ...]
     legal: Array
     peak_bytes: Array
-    """exact where it fits; where it does not, of the first ranks that were found to hold too much"""
+    """exact where it fits, elsewhere a lower bound"""
     fits: Array
-    """legal and within capacity"""
+    """legal, within capacity and not slower than asked for"""
     step_s: Array
-    """infinite where it does not fit, or takes longer than `longest_s`"""
+    """infinite elsewhere"""
 
     def layouts(self, core: Array, variant: Array) -> LayoutColumns:
         """The selected cells as rows."""
@@ -48,135 +51,225 @@ class Table:
 
 
 def evaluate(
-    job: Job,
-    cores: LayoutColumns,
-    variants: Sequence[Variant],
-    machine: ClusterRates,
-    capacity_bytes: float,
-    longest_s: float = np.inf,
+    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, capacity_bytes: float
 ) -> Table:
-    """All cores must share one pp. Time is computed only where memory fits and a step might take `longest_s` or less."""
-    # Variants × cores: arrays are filled variant by variant, so that is how they lie in memory.
-    legal, fits = (np.empty((len(variants), len(cores)), dtype=bool) for _ in range(2))
-    peak, step = (np.empty((len(variants), len(cores))) for _ in range(2))
-    for group in _groups(job, variants):
-        of_group = [variants[number] for number in group]
-        schedule = np.full(len(cores), encode("schedule", of_group[0][0]))
-        rows = cores.changed(schedule=schedule)
-        for block in _blocks(len(cores)):
-            parts = _evaluate_block(job, rows.take(block), of_group, machine, capacity_bytes, longest_s)
-            for whole, part in zip((legal, peak, fits, step), parts, strict=True):
-                whole[group, block] = part
-    return Table(cores, tuple(variants), legal.T, peak.T, fits.T, step.T)
+    """All cells that fit."""
+    return LayoutTable(job, cores, tuple(variants), machine).evaluate(np.arange(len(cores)), capacity_bytes)
 
 
-def step_times(job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates) -> Array:
-    """Cores × variants: the step time of every legal cell, whether or not it fits; infinite where it is not legal."""
-    step = np.empty((len(variants), len(cores)))
-    for group in _groups(job, variants):
-        of_group = [variants[number] for number in group]
-        rows = cores.changed(schedule=np.full(len(cores), encode("schedule", of_group[0][0])))
-        for block in _blocks(len(cores)):
-            part = rows.take(block)
-            _, times = _steps(job, part, of_group, machine, np.inf)
-            step[group, block] = np.where(_legal(part, of_group), times, np.inf)
-    return step.T
+@dataclass(frozen=True)
+class LayoutTable:
+    """Cores of one pipeline degree and their variants: lower bounds of all, exact figures of those asked for."""
+
+    job: Job
+    cores: LayoutColumns
+    variants: tuple[Variant, ...]
+    machine: ClusterRates
+
+    @cached_property
+    def _groups(self) -> list[tuple[list[int], _VariantGroup]]:
+        """Variants by number; in an engine that fuses no layers with a split backward, those are a group of their own."""
+        split = [REGISTRY[name].split_backward and self.job.framework.fused_blocks for name, _ in self.variants]
+        found = []
+        for kind in (False, True):
+            numbers = [number for number, one in enumerate(split) if one == kind]
+            if numbers:
+                variants = [self.variants[number] for number in numbers]
+                rows = self.cores.changed(schedule=np.full(len(self.cores), encode("schedule", variants[0][0])))
+                found.append((numbers, _VariantGroup(self.job, rows, variants, self.machine)))
+        return found
+
+    @property
+    def legal_cells(self) -> int:
+        return sum(int(group.legal(slice(None)).sum()) for _, group in self._groups)
+
+    def shortest_step_s(self) -> Array:
+        """A lower bound of each core's step time under any variant."""
+        return np.asarray(np.min([group.shortest_step_s for _, group in self._groups], axis=0))
+
+    def least_peak_bytes(self) -> Array:
+        """A lower bound of each core's peak under any variant; infinite where none is legal."""
+        every = slice(None)
+        least = [np.where(one.legal(every), one.least_peaks, np.inf).min(axis=0) for _, one in self._groups]
+        return np.asarray(np.min(least, axis=0))
+
+    def evaluate(self, rows: Array, capacity_bytes: float, longest_s: float | None = np.inf) -> Table:
+        """Of some cores: which cells fit and take `longest_s` or less. None: at any speed, and no times."""
+        # Variants × cores: arrays are filled variant by variant, so that is how they lie in memory.
+        shape = len(self.variants), len(rows)
+        legal, fits, peak, step = np.empty(shape, bool), np.empty(shape, bool), np.empty(shape), np.empty(shape)
+        for numbers, group in self._groups:
+            for block in _blocks(len(rows), BLOCK):
+                parts = group.evaluate(rows[block], capacity_bytes, longest_s)
+                for whole, part in zip((legal, peak, fits, step), parts, strict=True):
+                    whole[numbers, block] = part
+        return Table(self.cores.take(rows), self.variants, legal.T, peak.T, fits.T, step.T)
 
 
-def _groups(job: Job, variants: Sequence[Variant]) -> list[list[int]]:
-    """Variants by number, those with a split backward apart in an engine that fuses no such layers."""
-    split = [REGISTRY[name].split_backward and job.framework.fused_blocks for name, _ in variants]
-    groups = [[number for number, one in enumerate(split) if one == kind] for kind in (False, True)]
-    return [group for group in groups if group]
-
-
-def _blocks(rows: int) -> list[slice]:
+def _blocks(rows: int, most: int) -> list[slice]:
     """Of about the same size each."""
-    count = -(-rows // BLOCK)
+    count = max(1, -(-rows // most))
     ends = [rows * number // count for number in range(count + 1)]
-    return [slice(*pair) for pair in pairwise(ends)]
+    return [slice(*pair) for pair in pairwise(ends)] if rows else []
 
 
-def _evaluate_block(
-    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, capacity_bytes: float, longest_s: float
-) -> tuple[Array, Array, Array, Array]:
-    legal = _legal(cores, variants)
-    peak = _peaks(job, cores, variants, legal, capacity_bytes)
-    fits = legal & (peak <= capacity_bytes)
-    step = np.full(legal.shape, np.inf)
-    rows = np.flatnonzero(fits.any(axis=0))
-    if len(rows) and longest_s > 0:
-        selected, times = _steps(job, cores.take(rows), variants, machine, longest_s)
-        rows = rows[selected]
-        step[:, rows] = np.where(fits[:, rows], times, np.inf)
-    return legal, peak, fits, step
+@dataclass(frozen=True)
+class _VariantGroup:
+    """Variants whose layers run the same kernels. Arrays are variants × cores."""
 
+    job: Job
+    cores: LayoutColumns
+    variants: Sequence[Variant]
+    machine: ClusterRates
 
-def _legal(cores: LayoutColumns, variants: Sequence[Variant]) -> Array:
-    """Variants × cores."""
-    pp = int(cores.pp[0])
-    if pp == 1:
-        return np.ones((len(variants), len(cores)), dtype=bool)
-    gas, of = np.unique(cores.gas, return_inverse=True)
-    return np.stack([legal_mask(name, pp, gas, loops) for name, loops in variants]).take(of, axis=1)
+    @cached_property
+    def pp(self) -> int:
+        return int(self.cores.pp[0])
 
+    @cached_property
+    def _gas(self) -> tuple[Array, Array]:
+        """The few distinct numbers of micro-batches and, per core, which of them it has."""
+        return np.unique(self.cores.gas, return_inverse=True)
 
-def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
-    """(rank, its share) of the ranks that can hold the peak or set the pace."""
-    name, loops = variant
-    shares = stages.rank_shares(job, pp, loops, REGISTRY[name].v_shaped)
-    return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
+    @cached_property
+    def _legal_by_gas(self) -> Array:
+        gas, _ = self._gas
+        return np.stack([(gas > 0) if self.pp == 1 else legal_mask(name, self.pp, gas, loops) for name, loops in self.variants])
 
+    def legal(self, rows: Array | slice) -> Array:
+        return self._legal_by_gas.take(self._gas[1][rows], axis=1)
 
-def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
-    """Those that can hold the peak: where nothing is put off, what waits only falls with the rank."""
-    name, _ = variant
-    if REGISTRY[name].split_backward:
-        return _shares(job, pp, variant)
-    first: dict[tuple[int, ...], int] = {}
-    for rank, share in _shares(job, pp, variant):
-        first.setdefault(share, rank)
-    return [(rank, share) for share, rank in first.items()]
+    @cached_property
+    def _ranks(self) -> list[list[tuple[int, Share]]]:
+        """For each variant (rank, its share) of the ranks that can hold the peak or set the pace."""
+        found = []
+        for name, loops in self.variants:
+            shares = stages.rank_shares(self.job, self.pp, loops, REGISTRY[name].v_shaped)
+            found.append([(rank, shares[rank]) for rank in stages.representative_ranks(shares)])
+        return found
 
+    def evaluate(self, rows: Array, capacity_bytes: float, longest_s: float | None) -> tuple[Array, Array, Array, Array]:
+        legal = self.legal(rows)
+        peak, step = self.least_peaks[:, rows], np.full(legal.shape, np.inf)
+        fits = legal & (peak <= capacity_bytes)
+        if longest_s is not None:
+            some = np.flatnonzero(fits.any(axis=0) & (self.shortest_step_s[rows] <= longest_s))
+            step[:, some] = self._steps(rows[some])
+            fits &= step <= longest_s
+        some = np.flatnonzero(fits.any(axis=0))
+        for block in _blocks(len(some), max(1, BLOCK // len(self._by_share))):
+            peak[:, some[block]] = self._peaks(rows[some[block]], peak_parts, self._by_share)
+        fits &= peak <= capacity_bytes
+        return legal, peak, fits, np.where(fits, step, np.inf)
 
-def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: Array, capacity_bytes: float) -> Array:
-    """Variants × cores. Share after share; cores that no variant makes fit any more are not evaluated for the rest."""
-    pp = int(cores.pp[0])
-    gas, of = np.unique(cores.gas, return_inverse=True)
-    peak = found = np.zeros(legal.shape)
-    rows: Array | None = None  # all, so far
-    for share, holders in _by_share(job, pp, variants):
-        parts = peak_parts(job, cores, RankShare.constant(share, len(cores)))
-        for number, rank in holders:
-            name, loops = variants[number]
-            here = rows_of(microbatches_in_flight(job, name, pp, rank, gas, loops), of)
-            np.maximum(found[number], parts.total(job, here), out=found[number])
-        if rows is not None:
-            peak[:, rows] = found
-        still = np.flatnonzero((legal & (found <= capacity_bytes)).any(axis=0))
-        if not len(still):
-            break
-        if len(still) < len(cores):
-            rows = still if rows is None else rows[still]
-            cores, of = cores.take(still), of[still]
-            legal, found = legal.take(still, axis=1), found.take(still, axis=1)
-    return peak
+    # Memory.
 
+    @cached_property
+    def least_peaks(self) -> Array:
+        """A lower bound, from one rank of each variant."""
+        unasked, asked = set(range(len(self.variants))), []
+        for share, holders in self._by_share:
+            if unasked:
+                asked.append((share, holders))
+            unasked.difference_update(number for number, _ in holders)
+        found = np.empty((len(self.variants), len(self.cores)))
+        for block in _blocks(len(self.cores), max(1, BLOCK // len(asked))):
+            found[:, block] = self._peaks(np.arange(block.start, block.stop), least_parts, asked)
+        return found
 
-def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """The shares that can hold a peak, with the variants (by number) and ranks that have them; first those that together are
-    in every variant, since no core is out before each of its variants was asked about once.
-    """
-    found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for number, variant in enumerate(variants):
-        for rank, share in _fullest(job, pp, variant):
-            found.setdefault(share, []).append((number, rank))
-    ordered, unasked = [], set(range(len(variants)))
-    while found:
-        share = max(found, key=lambda one: (len(unasked.intersection(number for number, _ in found[one])), len(found[one])))
-        unasked.difference_update(number for number, _ in found[share])
-        ordered.append((share, found.pop(share)))
-    return ordered
+    def _peaks(
+        self,
+        rows: Array,
+        parts_of: Callable[[Job, LayoutColumns, RankShare], PeakParts],
+        by_share: Sequence[tuple[Share, Sequence[tuple[int, int]]]],
+    ) -> Array:
+        """The fullest of the ranks given; those with one share follow those with another, as rows of one table."""
+        count, columns, of_gas = len(rows), self.cores.take(rows), self._gas[1][rows]
+        shares = np.repeat(np.asarray([share for share, _ in by_share]), count, axis=0)
+        share = RankShare(np.zeros(len(shares), dtype=np.int64), *shares.T)
+        parts = parts_of(self.job, columns.take(np.tile(np.arange(count), len(by_share))), share)
+        peak = np.zeros((len(self.variants), count))
+        for position, (_, holders) in enumerate(by_share):
+            mine = parts.rows(slice(position * count, (position + 1) * count))
+            for number, rank in holders:
+                waiting = rows_of(self._in_flight[number, rank], of_gas)
+                np.maximum(peak[number], mine.total(self.job, waiting), out=peak[number])
+        return peak
+
+    @cached_property
+    def _by_share(self) -> list[tuple[Share, list[tuple[int, int]]]]:
+        """The shares that can hold a peak, with the variants (by number) and ranks that have them; first those that together
+        are in every variant.
+        """
+        found: dict[Share, list[tuple[int, int]]] = {}
+        for number, (name, _) in enumerate(self.variants):
+            # Where nothing is deferred, what is in flight only falls with the rank: the first of each share is the fullest.
+            seen: set[Share] = set()
+            for rank, share in self._ranks[number]:
+                if share not in seen or REGISTRY[name].split_backward:
+                    found.setdefault(share, []).append((number, rank))
+                seen.add(share)
+        ordered, unasked = [], set(range(len(self.variants)))
+        while found:
+            share = max(found, key=lambda one: (len(unasked.intersection(number for number, _ in found[one])), len(found[one])))
+            unasked.difference_update(number for number, _ in found[share])
+            ordered.append((share, found.pop(share)))
+        return ordered
+
+    @cached_property
+    def _in_flight(self) -> dict[tuple[int, int], InFlightMicrobatches]:
+        """By variant and rank, for each number of micro-batches."""
+        holders = [holder for _, some in self._by_share for holder in some]
+        return {
+            (number, rank): microbatches_in_flight(self.job, name, self.pp, rank, self._gas[0], loops)
+            for number, rank in holders
+            for name, loops in [self.variants[number]]
+        }
+
+    # Time.
+
+    @cached_property
+    def _components(self) -> tuple[ComponentTimes[Passes], Array]:
+        """Of the distinct cores as far as layers' times go and, per core, which of them it is."""
+        distinct, inverse = self.cores.distinct(depends_on(self.job))
+        return component_times(Workload(self.job, distinct, self.machine)).totals(), inverse
+
+    @cached_property
+    def _microbatch(self) -> Passes:
+        """One micro-batch through all layers, for each distinct core."""
+        model, (totals, inverse) = self.job.model, self._components
+        share = RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), int(inverse.max(initial=-1)) + 1)
+        return totals.on(share)
+
+    @cached_property
+    def shortest_step_s(self) -> Array:
+        """A lower bound: the mean rank's work, which is no longer than the slowest rank's, less a little for rounding."""
+        each = self._microbatch.total[self._components[1]]
+        return np.asarray((1 - 1e-9) * self.cores.gas * each / self.pp)
+
+    def _steps(self, rows: Array) -> Array:
+        cores, count = self.cores.take(rows), len(rows)
+        times = np.empty((len(self.variants), count))
+        if not count:
+            return times
+        of_components = self._components[1][rows]
+        totals, whole = rows_of(self._components[0], of_components), rows_of(self._microbatch, of_components)
+        work = Workload(self.job, cores, self.machine)
+        send = communication.pipeline_hop(work).time_s
+        by_share: dict[Share, Passes] = {}
+        after: dict[Share, Array] = {}
+        for number, variant in enumerate(self.variants):
+            shares = list(dict.fromkeys(share for _, share in self._ranks[number]))
+            for share in shares:
+                if share not in by_share:
+                    by_share[share] = totals.on(RankShare.constant(share, count))
+            first = shares[0]
+            if first not in after:
+                after[first] = end_of_step(work, RankShare.constant(first, count), totals).total
+            slowest = _slowest([by_share[share] for share in shares])
+            overhead_s = self.machine.efficiency.action_overhead_s
+            times[number] = _makespan(variant, self.pp, cores, whole, slowest, send, overhead_s) + after[first]
+        return times
 
 
 def microbatches_in_flight(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
@@ -189,42 +282,6 @@ def microbatches_in_flight(job: Job, name: str, pp: int, rank: int, gas: Array, 
     in_flight, put_off = in_flight_microbatches(name, pp, rank, gas, own)
     losses = np.asarray(in_flight - 1 if spec.holds_all else none)
     return InFlightMicrobatches(in_flight, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
-
-
-def _steps(
-    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, longest_s: float
-) -> tuple[Array, Array]:
-    """Which cores might take no longer, and their times: variants × those."""
-    pp = int(cores.pp[0])
-    distinct, inverse = cores.distinct(depends_on(job))
-    totals = rows_of(component_times(Workload(job, distinct, machine)).totals(), inverse)
-    model = job.model
-    whole = totals.on(RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(cores)))
-    # No step is shorter than the slowest rank's work, which is no less than the mean rank's; the rest is for rounding.
-    selected = np.flatnonzero(cores.gas * whole.total / pp <= longest_s * (1 + 1e-9))
-    if len(selected) < len(cores):
-        cores, totals, whole = cores.take(selected), rows_of(totals, selected), rows_of(whole, selected)
-    rows = len(cores)
-    if not rows:
-        return selected, np.zeros((len(variants), 0))
-    work = Workload(job, cores, machine)
-    send = communication.pipeline_hop(work).time_s
-    by_share: dict[tuple[int, ...], Passes] = {}
-    after: dict[tuple[int, ...], Array] = {}
-    times = np.empty((len(variants), rows))
-    for number, variant in enumerate(variants):
-        shares = list(dict.fromkeys(share for _, share in _shares(job, pp, variant)))
-        for share in shares:
-            if share not in by_share:
-                by_share[share] = totals.on(RankShare.constant(share, rows))
-        first = shares[0]
-        if first not in after:
-            share_of_first = RankShare.constant(first, rows)
-            after[first] = end_of_step(work, share_of_first, totals).total
-        slowest = _slowest([by_share[share] for share in shares])
-        overhead_s = machine.efficiency.action_overhead_s
-        times[number] = _makespan(variant, pp, cores, whole, slowest, send, overhead_s) + after[first]
-    return selected, times
 
 
 def _slowest(ranks: list[Passes]) -> Passes:

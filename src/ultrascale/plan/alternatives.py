@@ -11,7 +11,7 @@ from ultrascale.cost.table import Table
 from ultrascale.schedules import DEFAULT_SCHEDULE
 from ultrascale.specs.layout import Layout
 
-LEAST_MEMORY, SIMPLEST, NO_PIPELINE = "least memory", "simplest", "no pipeline"
+LEAST_MEMORY, SIMPLEST, NO_PIPELINE, TP_IN_NODE = "least memory", "simplest", "no pipeline", "TP inside a node"
 LEANEST_WITHIN = 1.10  # of the fastest step
 SIMPLEST_WITHIN = 1.03
 WITHIN = {LEAST_MEMORY: LEANEST_WITHIN, SIMPLEST: SIMPLEST_WITHIN}
@@ -20,8 +20,8 @@ CANDIDATES = 12  # of each kind: closed forms are some percent off, so the best 
 
 @dataclass
 class AlternativeLayouts:
-    """Of every table of a search: the fastest of each number of techniques, the Pareto front of time and memory, and the
-    fastest without pipeline parallelism. Times are those of the closed forms.
+    """Of every table of a search: the fastest of each number of techniques, and the Pareto front of time and memory. Times are
+    those of the closed forms.
     """
 
     _rows: list[LayoutColumns] = field(default_factory=list)
@@ -34,15 +34,12 @@ class AlternativeLayouts:
         if not np.isfinite(self.fastest_s):
             return
         core, variant = np.nonzero(cells.step_s <= LEANEST_WITHIN * self.fastest_s)
-        if len(cells.cores) and cells.cores.pp[0] == 1 and np.isfinite(cells.step_s).any():
-            best = np.unravel_index(int(np.argmin(cells.step_s)), cells.step_s.shape)
-            core, variant = np.append(core, best[0]), np.append(variant, best[1])
         order = np.argsort(cells.step_s[core, variant], kind="stable")
         core, variant = core[order], variant[order]
         rows, peak = cells.layouts(core, variant), cells.peak_bytes[core, variant]
         _, fastest_of_number = np.unique(techniques(rows), return_index=True)
         leaner = np.flatnonzero(peak < np.concatenate([[np.inf], np.minimum.accumulate(peak)[:-1]]))
-        kept = np.union1d(np.union1d(fastest_of_number, leaner), np.flatnonzero(rows.pp == 1)[:1])
+        kept = np.union1d(fastest_of_number, leaner)
         self._rows.append(rows.take(kept))
         self._step_s.append(cells.step_s[core, variant][kept])
         self._peak_bytes.append(peak[kept])
@@ -58,7 +55,6 @@ class AlternativeLayouts:
         kinds = {
             LEAST_MEMORY: np.where(slower <= LEANEST_WITHIN, peak, np.inf),
             SIMPLEST: np.where(slower <= SIMPLEST_WITHIN, techniques(rows) + slower / 1e3, np.inf),
-            NO_PIPELINE: np.where(rows.pp == 1, step_s, np.inf),
         }
         found = {kind: [n for n in np.argsort(score)[:CANDIDATES] if np.isfinite(score[n])] for kind, score in kinds.items()}
         return {kind: [rows.layout(int(number)) for number in numbers] for kind, numbers in found.items() if numbers}

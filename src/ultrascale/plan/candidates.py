@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ultrascale.cost import engines, table
+from ultrascale.cost import engines
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
+from ultrascale.cost.table import LayoutTable
 from ultrascale.plan.alternatives import LEANEST_WITHIN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
@@ -50,7 +51,7 @@ USUAL_VALUES: dict[str, tuple[Any, ...]] = {
     "keep_gathered": (False,),
 }
 SHORTEST_SLICE = 128  # tokens: below one tile of an attention kernel a rank computes padding
-BLOCK = 1024  # cores whose memory `fastest` evaluates at a time
+FIRST_BLOCK = 2048  # cores that are evaluated before the first bound is known
 MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
 
 
@@ -318,69 +319,62 @@ class RankedLayouts:
     """the best, best first"""
     score: list[float]
     evaluated: int
+    """legal layouts, those included whose bound was enough"""
     fitting: int
+    """of those that were evaluated whole"""
     alternatives: AlternativeLayouts = field(default_factory=AlternativeLayouts)
 
 
 def rank(
-    job: Job, constraints: LayoutConstraints, objective: Objective, keep: int, capacity_bytes: float | None = None
+    job: Job,
+    constraints: LayoutConstraints,
+    objective: Objective,
+    keep: int,
+    capacity_bytes: float | None = None,
+    kinds: bool = False,
 ) -> RankedLayouts:
-    """Every legal layout that fits (into the GPU, unless a capacity is given), by closed forms."""
-    machine = ClusterRates(job)
-    capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
-    scores, rows = np.zeros(0), [LayoutColumns.of([])]
-    evaluated = fitting = 0
-    alternatives = AlternativeLayouts()
-    for group in cores(job, constraints):
-        # Who is slower than as many as are kept, and than a lean layout may be, is out; the least memory may be at any speed.
-        longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
-        longest_s = 0.0 if objective == "memory" else max(longest_s, LEANEST_WITHIN * alternatives.fastest_s)
-        cells = table.evaluate(job, group.columns, group.variants, machine, capacity, longest_s)
-        evaluated += int(cells.legal.sum())
-        fitting += int(cells.fits.sum())
-        score = np.where(cells.fits, cells.peak_bytes, np.inf) if objective == "memory" else cells.step_s
-        alternatives.add(cells)
-        core, variant = _least(score, keep)
-        rows.append(cells.layouts(core, variant))
-        scores = np.concatenate([scores, score[core, variant]])
-    first = np.argsort(scores, kind="stable")[:keep]
-    found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[first] for name in NAMES})
-    weight = job.cluster.gpus if objective == "cost" else 1.0
-    return RankedLayouts(job, found, (weight * scores[first]).tolist(), evaluated, fitting, alternatives)
+    """The best legal layouts that fit (into the GPU, unless a capacity is given), by closed forms; `kinds`: with candidates for
+    `alternatives`.
 
-
-def fastest(job: Job, constraints: LayoutConstraints, keep: int, capacity_bytes: float) -> RankedLayouts:
-    """The fastest layouts that fit, as `rank` finds them, in a fraction of its time: memory takes nine tenths of a search, so
-    it is evaluated only for those that might be among the best. `evaluated` and `fitting` count those.
+    Branch and bound: lower bounds of time and memory are cheap, so cores are evaluated in the order of their bound, until that
+    of the next is above the last that is kept.
     """
-    machine, groups = ClusterRates(job), list(cores(job, constraints))
-    if not groups:
-        return RankedLayouts(job, LayoutColumns.of([]), [], 0, 0)
-    steps = [table.step_times(job, group.columns, group.variants, machine) for group in groups]
-    least = np.concatenate([step.min(axis=1) for step in steps])
-    first_of = np.cumsum([0, *(len(group.columns) for group in groups)])
-    order = np.argsort(least, kind="stable")
-    order = order[np.isfinite(least[order])]
+    machine, of_memory = ClusterRates(job), objective == "memory"
+    capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
+    tables = [LayoutTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
+    least_peak = np.concatenate([np.zeros(0), *(one.least_peak_bytes() for one in tables)])
+    bound = least_peak if of_memory else np.concatenate([np.zeros(0), *(one.shortest_step_s() for one in tables)])
+    order = np.argsort(bound, kind="stable")
+    order = order[least_peak[order] <= capacity]
+    first_of = np.cumsum([0, *(len(one.cores) for one in tables)])
     scores, rows = np.zeros(0), [LayoutColumns.of([])]
-    evaluated = fitting = 0
-    for start in range(0, len(order), BLOCK):
-        if len(scores) >= keep and np.partition(scores, keep - 1)[keep - 1] <= least[order[start]]:
+    alternatives, fitting, start, size = AlternativeLayouts(), 0, 0, FIRST_BLOCK
+    while start < len(order):
+        worst = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
+        if kinds:
+            worst = max(worst, LEANEST_WITHIN * alternatives.fastest_s)
+        block = order[start : start + size]
+        block = np.sort(block[bound[block] <= worst])
+        if not len(block):
             break
-        block = order[start : start + BLOCK]
-        for number, group in enumerate(groups):
-            mine = block[(block >= first_of[number]) & (block < first_of[number + 1])] - first_of[number]
+        start, size = start + size, 4 * size
+        for table, first, mine in zip(tables, first_of, np.split(block, np.searchsorted(block, first_of[1:-1])), strict=False):
             if not len(mine):
                 continue
-            cells = table.evaluate(job, group.columns.take(mine), group.variants, machine, capacity_bytes, longest_s=0.0)
-            score = np.where(cells.fits, steps[number][mine], np.inf)
+            most, longest = (min(capacity, worst), None) if of_memory else (capacity, worst)
+            cells = table.evaluate(mine - first, most, longest)
+            fitting += int(cells.fits.sum())
+            if kinds:
+                alternatives.add(cells)
+            score = np.where(cells.fits, cells.peak_bytes, np.inf) if of_memory else cells.step_s
             core, variant = _least(score, keep)
             rows.append(cells.layouts(core, variant))
             scores = np.concatenate([scores, score[core, variant]])
-            evaluated += int(cells.legal.sum())
-            fitting += int(cells.fits.sum())
     best = np.argsort(scores, kind="stable")[:keep]
     found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[best] for name in NAMES})
-    return RankedLayouts(job, found, scores[best].tolist(), evaluated, fitting)
+    weight = job.cluster.gpus if objective == "cost" else 1.0
+    legal = sum(table.legal_cells for table in tables)
+    return RankedLayouts(job, found, (weight * scores[best]).tolist(), legal, fitting, alternatives)
 
 
 def _least(score: Array, most: int) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ import numpy as np
 from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, alternatives, reasons
-from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, fastest, rank, why_empty
+from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -100,13 +100,14 @@ def plan(
     notes += more
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]
     limit_gib = memory_limit_gib(job, min_fit, min_free_gib)
-    ranked = _ranked(jobs, constraints, objective, top, limit_gib, say)
+    kinds = explain and objective == "throughput"
+    ranked = _ranked(jobs, constraints, objective, top, limit_gib, kinds, say)
     evaluated, fitting = sum(r.evaluated for r in ranked), sum(r.fitting for r in ranked)
     if not evaluated:
         raise SpecError(why_empty(job, constraints))
     if not fitting:
         limit_gib = job.cluster.gpu.memory_gib - min_free_gib
-        ranked = _ranked(jobs, constraints, objective, top, limit_gib, say)
+        ranked = _ranked(jobs, constraints, objective, top, limit_gib, kinds, say)
         fitting = sum(r.fitting for r in ranked)
         if fitting:
             notes.append(f"no layout fits with a probability of {min_fit:.0%} or more: these may run out of memory")
@@ -132,7 +133,7 @@ def plan(
     if explain:
         say("explaining the winner")
         plans = explained(plans, objective=objective, fix=fix, forbid=forbid)
-        others = _alternatives(plans[0], ranked[0], constraints, limit_gib) if objective == "throughput" else ()
+        others = _alternatives(plans[0], ranked[0], constraints, limit_gib) if kinds else ()
     seconds = time.perf_counter() - started
     return Result(job, tuple(plans), evaluated, fitting, seconds, tuple(notes), variants=variants, alternatives=others)
 
@@ -146,13 +147,17 @@ def _alternatives(
 ) -> tuple[Alternative, ...]:
     """Plans of other kinds than the best, each the first of its kind that fits and is fast enough by the exact count."""
     job, candidates = best.job, ranked.alternatives.candidates()
-    if best.layout.pp == 1:
-        candidates.pop(alternatives.NO_PIPELINE, None)
-    if best.layout.tp > (local := job.cluster.fast_domain):
-        beyond = (degree for degree in divisors(job.cluster.gpus) if degree > local)
-        forbidden = {**constraints.forbidden, "tp": (*constraints.forbidden.get("tp", ()), *beyond)}
+    degrees, local = divisors(job.cluster.gpus), job.cluster.fast_domain
+    excluded = {
+        alternatives.NO_PIPELINE: ("pp", [degree for degree in degrees if degree > 1]),
+        alternatives.TP_IN_NODE: ("tp", [degree for degree in degrees if degree > local]),
+    }
+    for kind, (name, values) in excluded.items():
+        if getattr(best.layout, name) not in values or name in constraints.fixed:
+            continue
+        forbidden = {**constraints.forbidden, name: (*constraints.forbidden.get(name, ()), *values)}
         found = rank(job, replace(constraints, forbidden=forbidden), "throughput", 1, limit_gib * GIB)
-        candidates |= {"TP inside a node": [found.rows.layout(0)]} if found.score else {}
+        candidates |= {kind: [found.rows.layout(0)]} if found.score else {}
     layouts = list(dict.fromkeys(layout for some in candidates.values() for layout in some))
     fitting = [one for one in memory_drafts(job, layouts) if one.peak_gib <= limit_gib] if layouts else []
     drafts = {draft.view.layout: draft for draft in add_times(fitting)} if fitting else {}
@@ -169,11 +174,11 @@ def _alternatives(
 
 
 def best_plan(job: Job, constraints: LayoutConstraints) -> Plan | None:
-    """The first plan of `plan`, without reasons, several times faster: slower layouts are not counted. None if nothing fits."""
+    """The first plan of `plan`, without reasons. None if nothing fits."""
     job, _ = advice.runnable_job(job)
     job, _ = advice.reachable_batch(job, constraints)
     for limit_gib in (memory_limit_gib(job, advice.MIN_FIT, 0.0), job.cluster.gpu.memory_gib):
-        ranked = fastest(job, constraints, SIMULATED_AT_LEAST, limit_gib * GIB)
+        ranked = rank(job, constraints, "throughput", SIMULATED_AT_LEAST, limit_gib * GIB)
         if ranked.score:
             best = [(score, ranked, row) for row, score in enumerate(ranked.score)]
             return _planned(min(_simulate(best, 1, limit_gib), key=lambda draft: _score(draft, "throughput")))
@@ -199,12 +204,13 @@ def _ranked(
     objective: Objective,
     top: int,
     limit_gib: float,
+    kinds: bool,
     say: Callable[[str], None],
 ) -> list[RankedLayouts]:
     found = []
     for job in jobs:
         say(f"searching {job.cluster.label}")
-        found.append(rank(job, constraints, objective, max(4 * top, KEPT_AT_LEAST), limit_gib * GIB))
+        found.append(rank(job, constraints, objective, max(4 * top, KEPT_AT_LEAST), limit_gib * GIB, kinds))
     return found
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
+from ultrascale.cost.table import LayoutTable
 from ultrascale.plan.candidates import USUAL_VALUES, LayoutConstraints, cores
 from ultrascale.plan.search import best_plan
 from ultrascale.specs.cluster import Cluster
@@ -133,14 +133,9 @@ def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: i
     machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
     for group in cores(job, constraints):
-        columns = group.columns
-        if large and found:
-            longest_s = SLOWEST * min(step_s for step_s, _, _ in found)
-            least = table.step_times(job, columns, group.variants, machine).min(axis=1)
-            columns = columns.take(np.flatnonzero(least <= longest_s))
-        if not len(columns):
-            continue
-        cells = table.evaluate(job, columns, group.variants, machine, capacity)
+        longest_s = SLOWEST * min(step_s for step_s, _, _ in found) if large and found else np.inf
+        table = LayoutTable(job, group.columns, group.variants, machine)
+        cells = table.evaluate(np.arange(len(group.columns)), capacity, longest_s)
         finite = np.flatnonzero(np.isfinite(cells.step_s))
         if not len(finite):
             continue

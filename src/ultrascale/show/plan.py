@@ -42,7 +42,7 @@ def show_result(console: Console, result: Result, all_reasons: bool = False) -> 
     console.print(job_line(result.job))
     notes(console, result.notes)
     rate = f"{result.evaluated / max(result.seconds, 1e-9):,.0f} per second"
-    console.print(f"{result.evaluated:,} legal layouts evaluated in {result.seconds:.2f} s ({rate}), {result.fitting:,} fit")
+    console.print(f"{result.evaluated:,} legal layouts searched in {result.seconds:.2f} s ({rate})")
     if result.no_fit is not None:
         show_no_fit(console, result)
         return

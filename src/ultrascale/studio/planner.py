@@ -184,9 +184,7 @@ class Planner:
             self.layouts.show(preview_rows(job, ranked))
 
     def show_result(self, found: Result) -> None:
-        self.summary.text = " · ".join(
-            [f"{found.evaluated:,} legal layouts in {found.seconds:.2f} s, {found.fitting:,} fit", *found.notes]
-        )
+        self.summary.text = " · ".join([f"{found.evaluated:,} legal layouts searched in {found.seconds:.2f} s", *found.notes])
         self.manual = None
         if found.no_fit is not None:
             self.show_empty("Nothing fits", no_fit_words(found.no_fit), no_fit_fixes(found, self.frame.ask))

@@ -22,13 +22,18 @@ def test_a_tensor_is_live_from_its_allocation_until_it_is_freed() -> None:
 
 
 def test_the_peak_is_at_another_event_in_every_row() -> None:
-    peak = walk(TENSORS, END, rows=2).peak({})
+    peak = walk(TENSORS, END, rows=2).peak()
     assert (peak.activations.tolist(), peak.buffers.tolist(), peak.total.tolist()) == ([0, 80], [50, 0], [50, 80])
 
 
 def test_an_event_that_does_not_happen_is_no_peak() -> None:
-    peak = walk(TENSORS, END, rows=2).peak({BACKWARD: np.asarray([False, True])})
-    assert peak.total.tolist() == [40, 80]
+    live = walk(TENSORS, END, rows=2).fullest_of_parts((FORWARD, END), {BACKWARD: np.asarray([False, True])})
+    assert live.peak().total.tolist() == [40, 80]
+
+
+def test_each_part_has_its_fullest_event_and_none_where_nothing_happens() -> None:
+    parts = walk(TENSORS, END, rows=2).fullest_of_parts((FORWARD, BACKWARD, END), {BACKWARD: np.asarray([False, True])})
+    assert [parts.at(part).total.tolist() for part in range(2)] == [[40, 80], [-np.inf, 1]]
 
 
 def test_a_split_backward_keeps_what_weight_gradients_need() -> None:

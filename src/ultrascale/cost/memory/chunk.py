@@ -5,9 +5,10 @@ Sizes are those of activations, of parameters and gradients as FSDP2 holds them,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -90,13 +91,24 @@ class LiveMemory:
     def at(self, event: int) -> MemoryPoint:
         return MemoryPoint(*self.bytes[:, event])
 
-    def peak(self, happens: Mapping[int, Array | bool]) -> MemoryPoint:
-        """The fullest event of every row, of those that happen in it; an event that is not named happens in all."""
+    def peak(self) -> MemoryPoint:
+        """The fullest event of every row."""
+        fullest_event = self.bytes.sum(axis=0).argmax(axis=0)[None, None]
+        return MemoryPoint(*np.take_along_axis(self.bytes, fullest_event, axis=1)[:, 0])
+
+    def fullest_of_parts(self, begins: Sequence[int], happens: Mapping[int, Array | bool]) -> LiveMemory:
+        """The fullest event of each part of the events (`begins`, and the end), of those that happen in a row; an event that is
+        not named happens in all. A part without an event holds minus infinity.
+        """
         totals = self.bytes.sum(axis=0)
         for event, there in happens.items():
             totals[event] = np.where(there, totals[event], -np.inf)
-        fullest_event = totals.argmax(axis=0)[None, None]
-        return MemoryPoint(*np.take_along_axis(self.bytes, fullest_event, axis=1)[:, 0])
+        found = np.empty((len(OWNERS), len(begins) - 1, self.bytes.shape[-1]))
+        for number, (begin, end) in enumerate(pairwise(begins)):
+            event = begin + totals[begin:end].argmax(axis=0)[None]
+            found[:, number] = np.take_along_axis(self.bytes, event[None], axis=1)[:, 0]
+            found[0, number] = np.where(np.take_along_axis(totals, event, axis=0)[0] > -np.inf, found[0, number], -np.inf)
+        return LiveMemory(found)
 
 
 def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array | bool = False) -> LiveMemory:

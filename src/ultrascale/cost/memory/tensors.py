@@ -39,6 +39,18 @@ class LayerEvent(IntEnum):
     END = auto()
 
 
+class LayerPart(IntEnum):
+    """Parts of a layer's backward, within which nothing beside the layer is allocated or freed."""
+
+    MLP = 0
+    ATTENTION = auto()
+    REDUCE_SCATTER = auto()
+    END = auto()
+
+
+_PARTS = (LayerEvent.FUSED_GATE, LayerEvent.ATTENTION, LayerEvent.REDUCE_SCATTER, LayerEvent.END)  # where each begins
+
+
 class ChunkEvent(IntEnum):
     """What happens to a chunk outside its layers' backward."""
 
@@ -82,9 +94,10 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     for count, moe, layer in chunk.layers:
         happens = _layer_events(chunk, moe, deferring)
         live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
+        parts = live.fullest_of_parts(_PARTS, happens)
         for done in _layers_done(chunk, moe):
-            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerEvent.END, rows)
-            found = fullest(found, where(count > 0, (live + beside).peak(happens), nothing))
+            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerPart.END, rows)
+            found = fullest(found, where(count > 0, (parts + beside).peak(), nothing))
     return found
 
 
@@ -280,7 +293,7 @@ def _beside_layer(
     What is in flight was counted for the whole chunk, this layer included: saved tensors of layers that are done are freed.
     A split backward frees none, but only layers that are done have what is counted for their deferred weight gradients.
     """
-    start, scatter, end = LayerEvent.FUSED_GATE, LayerEvent.REDUCE_SCATTER, LayerEvent.END
+    start, scatter, end = LayerPart.MLP, LayerPart.REDUCE_SCATTER, LayerPart.END
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
     freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
@@ -290,7 +303,7 @@ def _beside_layer(
     received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
     yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
-    yield activation("received gradient", separate, LayerEvent.ATTENTION, end)
+    yield activation("received gradient", separate, LayerPart.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
     blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
     both = chunk.unsharded(params.ends + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
