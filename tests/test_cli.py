@@ -34,6 +34,13 @@ def planned(run: Run, *arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(("model", "seq"), [("llama-3.2-1b", 8192), ("gpt2", 1024)])
+def test_plan_has_a_batch_and_a_sequence_by_default(run: Run, model: str, seq: int) -> None:
+    found = planned(run, model, "--cluster", "8xh100", "--top", 1)
+    layout = found["plans"][0]["layout"]
+    assert layout["dp"] * layout["mbs"] * layout["gas"] * seq == 4 * 2**20
+
+
 def test_plan_prints_the_json_that_scripts_rely_on(run: Run) -> None:
     found = planned(run, *JOB, "--top", 3)
     assert isinstance(found["evaluated"], int)

@@ -17,6 +17,7 @@ from ultrascale.plan.search import LayoutPreview, plan
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, divisors
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -219,3 +220,24 @@ def test_a_preview_precedes_the_result_and_is_close_to_it() -> None:
     with pytest.raises(SpecError, match="ddp"):
         plan(job, fix=["data_parallel=ddp", "zero=3"], preview=previews.append)
     assert len(previews) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "fix", "words"),
+    [
+        ("llama-3-8b", "megatron-core", ["dispatcher=deepep"], "layout.dispatcher is deepep but llama-3-8b has no experts"),
+        ("mixtral-8x7b", "ultrascale", ["dispatcher=deepep"], "layout.dispatcher is deepep but ultrascale train runs alltoall"),
+        ("mixtral-8x7b", "megatron-core", ["dispatcher=deepep", "ep=1"], "layout.dispatcher is deepep but ep is 1"),
+        ("llama-3-8b", "ultrascale", ["context_parallel=ulysses", "cp=1"], "layout.context_parallel is ulysses but cp is 1"),
+    ],
+)
+def test_a_fixed_method_that_no_layout_uses_is_refused(model: str, framework: str, fix: list[str], words: str) -> None:
+    of = make_job(model, "8xh100", 8192, 64).changed(framework=Framework.load(framework))
+    with pytest.raises(SpecError, match=words):
+        plan(of, fix=fix)
+
+
+def test_a_fixed_method_is_used() -> None:
+    of = make_job("mixtral-8x7b", "16xh100", 4096, 64).changed(framework=Framework.load("megatron-core"))
+    assert all(one.layout.ep > 1 for one in plan(of, fix=["dispatcher=deepep"], explain=False).plans)
+    assert all(one.layout.cp > 1 for one in plan(of, fix=["context_parallel=ulysses"], explain=False).plans)

@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 NO, BAD_INPUT = 1, 2
+DEFAULT_SEQ = 8192
 PLAN, RUN, MEASURE, EXPORT = "Plan", "Run", "Measure", "Report and export"
 
 PlanArgument = Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")]
@@ -130,7 +131,7 @@ def job_from_options(
     model: str,
     cluster: str,
     batch_tokens: str,
-    seq: str,
+    seq: str | None,
     precision: str = "bf16",
     gradients: str = "fp32",
     optimizer: str = "adamw",
@@ -138,21 +139,26 @@ def job_from_options(
     total_tokens: str | None = None,
     framework: str = "ultrascale",
 ) -> Job:
-    """A Job from words of the command line: presets or files, sizes such as 4M and 8k, `here`."""
+    """A Job from words of the command line: presets or files, sizes such as 4M and 8k, `here`.
+
+    Without a sequence length it is 8192 tokens, or as many as the model takes.
+    """
     from ultrascale.specs import units
     from ultrascale.specs.framework import Framework
     from ultrascale.specs.job import Job
     from ultrascale.specs.model import Model
     from ultrascale.specs.validate import build
 
-    place = cluster_named(cluster)
+    known, place = Model.load(model), cluster_named(cluster)
     engine = Framework.own(place.gpu.name) if framework == "ultrascale" else Framework.load(framework)
     return build(
         Job,
         {
-            "model": Model.load(model),
+            "model": known,
             "cluster": place,
-            "seq": units.tokens(seq, "--seq", "8192 or 8k"),
+            "seq": min(DEFAULT_SEQ, known.max_positions or DEFAULT_SEQ)
+            if seq is None
+            else units.tokens(seq, "--seq", "8192 or 8k"),
             "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
             "precision": precision,
             "gradients": gradients,

@@ -46,8 +46,16 @@ def plan(
             "-b",
             help="Tokens in one optimizer step: [cyan]4M[/] is 4 x 2^20, [cyan]4e6[/] four million.",
         ),
-    ],
-    seq: Annotated[str, typer.Option("--seq", "-s", help="Sequence length in tokens: [cyan]8192[/] or [cyan]8k[/].")],
+    ] = "4M",
+    seq: Annotated[
+        str | None,
+        typer.Option(
+            "--seq",
+            "-s",
+            help="Sequence length in tokens: [cyan]8192[/] or [cyan]8k[/].",
+            show_default="8192, or what the model takes",
+        ),
+    ] = None,
     top: Annotated[int, typer.Option("--top", help="How many layouts to show.")] = 10,
     objective: Annotated[
         str,

@@ -42,6 +42,8 @@ OFF: dict[str, Any] = {
     "offload": "none",
     "schedule": DEFAULT_SCHEDULE,
 }
+# Fields that name how a degree of parallelism communicates: they say nothing where it is 1.
+METHODS = {"dispatcher": "ep", "context_parallel": "cp"}
 # An eighth of the layouts of a large cluster, with the best in most cases: what a figure of many searches tries.
 USUAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mbs": (1, 2, 4),
@@ -157,9 +159,21 @@ def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
     for pp in sorted(by_pp):
         variants = _schedules(job, constraints, pp)
         rows = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
-        rows = rows.take(legal_rows(job, rows, _core_rules(job.framework.engine)))
+        rows = rows.take(legal_rows(job, rows, _core_rules(job.framework.engine)) & _uses_fixed_methods(rows, constraints))
         if variants and len(rows):
             yield LayoutCores(rows, tuple(variants))
+
+
+def _uses_fixed_methods(rows: LayoutColumns, constraints: LayoutConstraints) -> Array:
+    """Rows that use the methods that the user fixed."""
+    used = [getattr(rows, METHODS[name]) > 1 for name in _fixed_methods(constraints)]
+    return np.logical_and.reduce([np.ones(len(rows), dtype=bool), *used])
+
+
+def _fixed_methods(constraints: LayoutConstraints) -> list[str]:
+    """Fixed to another than the usual one."""
+    usual = Layout()
+    return [name for name in METHODS if constraints.fixed.get(name, getattr(usual, name)) != getattr(usual, name)]
 
 
 def _degrees(job: Job, constraints: LayoutConstraints) -> Iterator[dict[str, int]]:
@@ -303,6 +317,12 @@ def why_empty(job: Job, constraints: LayoutConstraints) -> str:
             return f"layout.{name} is {pinned[name]} but must divide {world} GPUs: try {near(pinned[name], divisors(world))}"
     if pinned.get("ep", 1) > 1 and job.model.moe is None:
         return f"layout.ep is {pinned['ep']} but {job.model.name} has no experts: try 1"
+    for name in _fixed_methods(constraints):
+        asked, usual = f"layout.{name} is {pinned[name]}", getattr(Layout(), name)
+        if name == "dispatcher" and job.model.moe is None:
+            return f"{asked} but {job.model.name} has no experts: try {usual}"
+        if pinned.get(METHODS[name]) == 1:
+            return f"{asked} but {METHODS[name]} is 1: try {usual}, or {METHODS[name]}=2"
     words = [f"--fix {name}={_shown(value)}" for name, value in pinned.items()]
     words += [f"--forbid {name}={_shown(value)}" for name, values in constraints.forbidden.items() for value in values]
     fixed = f" with {' '.join(words)}" if words else ""

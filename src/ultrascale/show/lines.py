@@ -98,10 +98,10 @@ def notes(console: Console, lines: Iterable[str]) -> None:
 def bullets(console: Console, lines: Iterable[str]) -> None:
     """A list whose longer lines are indented under their first word."""
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=3, justify="right")
+    grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for line in lines:
-        grid.add_row("•", line)
+        grid.add_row("  •", line)
     console.print(grid)
 
 
