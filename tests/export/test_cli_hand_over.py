@@ -11,6 +11,7 @@ import samples
 from plan_builders import exported, plan_of, planned
 
 from builders import make_job
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 
@@ -71,6 +72,26 @@ def test_an_engine_that_cannot_run_the_plan_gets_no_file(run, plan: Path) -> Non
     assert {"layout.schedule", "layout.virtual_stages"} == {one["field"] for one in answer["checks"][0]["differences"]}
     _, out, _ = run("import", "out/config.yaml", "--json")
     assert json.loads(out)["plan"]["layout"]["schedule"] == "1f1b"
+
+
+def test_a_plan_that_fits_only_in_our_engine_gets_no_file(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = make_job("llama-3-70b", "64xh100", 8192, 512)
+    job = job.changed(framework=Framework.own("h100"))
+    planned(job, Layout(dp=64, zero=3, mbs=2, gas=4, recompute="full")).save("plan.yaml")
+    code, out, _ = run("export", "plan.yaml", "--to", "deepspeed", "-o", "out")
+    assert code == 1
+    assert "does not fit: there are 79.1 GiB; in ultrascale it needs 62" in out
+    assert not os.path.exists("out")
+    assert run("export", "plan.yaml", "--to", "deepspeed", "-o", "out", "--allow-different")[0] == 0
+
+
+def test_an_imported_file_is_a_reason(run, plan: Path) -> None:
+    run("export", plan, "--to", "megatron", "-o", "out")
+    code, out, _ = run("import", "out/run.sh")
+    assert code == 0
+    assert "  • read from run.sh, a file for Megatron-LM" in out
+    assert "•\n" not in "\n".join(line.rstrip() for line in out.splitlines())
 
 
 def test_an_engine_is_exported_with_a_launcher(run, plan: Path) -> None:

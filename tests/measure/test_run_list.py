@@ -63,9 +63,9 @@ def test_the_command_lists_them_in_80_columns_and_as_json(run: Run, stored: Path
     assert json.loads(out)[0]["steps"] == 250
     code, out, err = run("runs", stored / "no")
     assert (code, out) == (2, "")
-    assert "is no folder" in err
+    assert "there is no folder" in err
 
 
 def test_no_folder_of_runs_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="is no folder: name a run"):
+    with pytest.raises(SpecError, match=r"there is no folder .*none: name a run"):
         runs_in(tmp_path / "none")

@@ -52,7 +52,8 @@ def export(
     [dim]ultrascale export plan.yaml --to slurm -o job/ && cd job && sbatch job.sbatch[/]
 
     The file is read back as its engine reads it. If step time or memory differ from the plan by more than 2 %, the fields that
-    the engine cannot express are named with their cost, nothing is written, and the exit code is 1. Plan for the engine
+    the engine cannot express are named with their cost, nothing is written, and the exit code is 1; so it is if the plan fits,
+    but not in that engine. Plan for the engine
     ([cyan]plan --framework megatron-core[/]) to get a layout that it runs. Data and tokenizer are placeholders.
     """
     from ultrascale.cost.legality import check

@@ -48,10 +48,16 @@ class ExportCheck:
     actual: Estimate | None
     """of what the file makes the engine run; None if that is nothing"""
     differences: tuple[ChangedField, ...]
+    fitted: bool = False
+    """the plan fits the GPU in the engine it was made for"""
 
     @property
     def same(self) -> bool:
-        if self.actual is None or any(one.field in OTHER_MODEL for one in self.differences):
+        if (
+            self.actual is None
+            or (self.fitted and not self.actual.fits)
+            or any(one.field in OTHER_MODEL for one in self.differences)
+        ):
             return False
         pairs = (self.planned.step_time_s, self.actual.step_time_s), (self.planned.peak_gib, self.actual.peak_gib)
         return all(abs(other / one - 1) <= CLOSE for one, other in pairs)
@@ -82,7 +88,7 @@ def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:
     ]
     if found.job.framework != job.framework:
         differences += _changed_framework(job, found.job, plan.layout, planned)
-    return ExportCheck(engine, planned, found.estimate, tuple(differences))
+    return ExportCheck(engine, planned, found.estimate, tuple(differences), fitted=plan.estimate.fits)
 
 
 def _changed_field(

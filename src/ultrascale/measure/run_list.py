@@ -46,7 +46,7 @@ class StoredRun:
 def runs_in(folder: Path) -> list[StoredRun]:
     """The folder itself if it is a run, else the runs in it; newest first."""
     if not os.path.isdir(folder):
-        raise SpecError(f"{folder} is no folder: name a run, or a folder of runs such as runs")
+        raise SpecError(f"there is no folder {folder}: name a run or a folder of runs; `ultrascale train` writes into runs/")
     inside = [folder] if (folder / PLAN).is_file() else [one for one in folder.iterdir() if (one / PLAN).is_file()]
     inside.sort(key=lambda one: (one / PLAN).stat().st_mtime, reverse=True)
     return [_read(one) for one in inside[:MOST]]

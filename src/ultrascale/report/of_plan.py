@@ -66,7 +66,8 @@ def headline(plan: Plan) -> Iterator[tuple[str, str]]:
     yield f"peak memory of {found.capacity_gib:,.1f} GiB", f"{found.peak_gib:,.1f} GiB"
     yield "parameters", count(plan.job.model.parameters)
     if found.train_days is not None:
-        yield "for the whole training", f"{found.train_days:,.1f} days"
+        days = found.train_days
+        yield "for the whole training", f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.1f} hours"
     if found.cost_usd is not None:
         yield "cost of the whole training", f"${found.cost_usd:,.0f}"
 

@@ -74,14 +74,15 @@ def alternatives_table(result: Result, narrow: bool) -> Table:
 
 
 def show_reasons(console: Console, reasons: Sequence[str], every: bool) -> None:
-    """Under the name of their step; the few that matter most, unless every one is asked for."""
+    """Under the name of their step, if they have one; the few that matter most, unless every one is asked for."""
     shown = reasons if every else reasons[:MAIN_REASONS]
     steps: dict[str, list[str]] = {}
     for reason in shown:
-        step, _, text = reason.partition(": ")
-        steps.setdefault(step, []).append(text)
+        step, named, text = reason.partition(": ")
+        steps.setdefault(step if named else "", []).append(text if named else reason)
     for step, texts in steps.items():
-        console.print(step)
+        if step:
+            console.print(step)
         bullets(console, texts)
     if len(shown) < len(reasons):
         console.print(f"{len(reasons) - len(shown)} more reasons: --all-reasons")
@@ -102,7 +103,9 @@ def show_costs(console: Console, plan: Plan) -> None:
             console.print(f"Fits with a probability of {chance}")
     if estimate.train_days is not None and estimate.gpu_hours is not None:
         price = f", {estimate.cost_usd:,.0f} USD" if estimate.cost_usd is not None else ""
-        console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")
+        whole = estimate.train_days
+        long = f"{whole:,.1f} days" if whole >= 1 else f"{24 * whole:,.1f} hours"
+        console.print(f"Whole training: {long}, {estimate.gpu_hours:,.0f} GPU-hours{price}")
 
 
 def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[Variant, ...], ...] = ()) -> Table:

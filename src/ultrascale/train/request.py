@@ -6,6 +6,7 @@ from the batch, unless both are given.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -144,6 +145,8 @@ def _new_run(
     if sources > 1 or (sources == 0 and source is None):
         raise SpecError("train takes a plan or --model, one of them: try `ultrascale train --model tiny`, or `train plan.yaml`")
     if file is not None:
+        if file.lower() in Model.preset_names() and not os.path.exists(file):
+            raise SpecError(f"{file} is a model, not a plan file: try `ultrascale train --model {file}`")
         request = from_plan(Plan.load(file), changes, world, gpu=gpu)
     else:
         shape = source.job.model if model is None and source is not None else Model.load(str(model))
