@@ -87,6 +87,14 @@ def test_a_nan_loss_is_shown() -> None:
     assert "loss nan" in progress_line(record(loss=math.nan), 20, None)
 
 
+@pytest.mark.parametrize("width", [79, 60, 40])
+def test_a_narrow_progress_line_keeps_what_matters(width: int) -> None:
+    line = progress_line(record(data_wait_s=0.0002, eval_loss=2.1, expert_load=(1.5, 0.5)), 200, 80, width)
+    assert len(line) <= max(width, 46)
+    assert all(word in line for word in ("step 12/200", "loss 2.341", "tokens/s/GPU"))
+    assert ("ETA" in line) == (width > 60)
+
+
 @pytest.mark.parametrize(
     ("value_s", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (80, "1 min 20 s"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")]
 )

@@ -167,7 +167,7 @@ def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
 def _uses_fixed_methods(rows: LayoutColumns, constraints: LayoutConstraints) -> Array:
     """Rows that use the methods that the user fixed."""
     used = [getattr(rows, METHODS[name]) > 1 for name in _fixed_methods(constraints)]
-    return np.logical_and.reduce([np.ones(len(rows), dtype=bool), *used])
+    return np.asarray(np.logical_and.reduce([np.ones(len(rows), dtype=bool), *used]))
 
 
 def _fixed_methods(constraints: LayoutConstraints) -> list[str]:

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 FIRST_LINES = 5  # steps that a pipe shows one by one, so that a bad start is visible at once
 REDRAW_S = 0.5
 RECENT = 20  # steps whose mean time gives the ETA
+LEAST_FIRST = (
+    "data",
+    "checkpoint",
+    "lr",
+    "load",
+    "peak",
+    "norm",
+    "dropped",
+    "eval",
+    "mfu",
+    "eta",
+)  # left out of a narrow progress line
 
 
 @dataclass(frozen=True)
@@ -155,10 +167,10 @@ class ProgressLine:
         if not self._due(record.step, now):
             return
         self._shown_at = now
-        line = progress_line(record, self._total, self._left_s(record))
+        width = shutil.get_terminal_size().columns - 1 if self._terminal else None
+        line = progress_line(record, self._total, self._left_s(record), width)
         if self._terminal:
-            width = shutil.get_terminal_size().columns
-            self._stream.write("\r" + line[: width - 1] + "\x1b[K" + ("\n" if record.step == self._total else ""))
+            self._stream.write("\r" + line[:width] + "\x1b[K" + ("\n" if record.step == self._total else ""))
         else:
             self._stream.write(line + "\n")
         self._stream.flush()
@@ -177,26 +189,30 @@ class ProgressLine:
         return None if each is None else each * (self._total - record.step)
 
 
-def progress_line(record: StepRecord, total_steps: int, eta_s: float | None) -> str:
-    """`step 12/200 · loss 2.341 · norm 1.02 · …`; unknown values are left out."""
+def progress_line(record: StepRecord, total_steps: int, eta_s: float | None, width: int | None = None) -> str:
+    """`step 12/200 · loss 2.341 · norm 1.02 · …`; unknown values are left out, and what matters least in a narrow terminal."""
     peak, load = record.peak_gib, record.expert_load
-    words = (
-        f"step {record.step}/{total_steps}",
-        f"loss {record.loss:.3f}",
-        None if record.eval_loss is None else f"eval {record.eval_loss:.3f}",
-        f"norm {record.grad_norm:.2f}",
-        f"lr {record.lr:.1e}",
-        f"{_thousands(record.tokens_per_s_per_gpu)} tokens/s/GPU",
-        None if record.mfu is None else f"MFU {record.mfu * 100:.1f} %",
-        None if peak is None else f"peak {peak:.2f} GiB" if peak >= 0.1 else f"peak {peak * 1024:.1f} MiB",
-        None if record.data_wait_s is None else f"data {record.data_wait_s * 1e3:.1f} ms",
-        None if load is None else f"busiest expert {max(load):.2f}×",
-        f"dropped {record.dropped_tokens:,}" if record.dropped_tokens else None,
-        "skipped" if record.skipped else None,
-        None if record.checkpoint_s is None else f"checkpoint {record.checkpoint_s * 1e3:.1f} ms",
-        None if eta_s is None else f"ETA {duration(eta_s)}",
-    )
-    return " · ".join(filter(None, words))
+    values = {
+        "step": f"step {record.step}/{total_steps}",
+        "loss": f"loss {record.loss:.3f}",
+        "eval": None if record.eval_loss is None else f"eval {record.eval_loss:.3f}",
+        "norm": f"norm {record.grad_norm:.2f}",
+        "lr": f"lr {record.lr:.1e}",
+        "speed": f"{_thousands(record.tokens_per_s_per_gpu)} tokens/s/GPU",
+        "mfu": None if record.mfu is None else f"MFU {record.mfu * 100:.1f} %",
+        "peak": None if peak is None else f"peak {peak:.2f} GiB" if peak >= 0.1 else f"peak {peak * 1024:.1f} MiB",
+        "data": None if record.data_wait_s is None else f"data {record.data_wait_s * 1e3:.1f} ms",
+        "load": None if load is None else f"busiest expert {max(load):.2f}×",
+        "dropped": f"dropped {record.dropped_tokens:,}" if record.dropped_tokens else None,
+        "skipped": "skipped" if record.skipped else None,
+        "checkpoint": None if record.checkpoint_s is None else f"checkpoint {record.checkpoint_s * 1e3:.1f} ms",
+        "eta": None if eta_s is None else f"ETA {duration(eta_s)}",
+    }
+    words = {name: word for name, word in values.items() if word}
+    for name in LEAST_FIRST:
+        if width is not None and len(" · ".join(words.values())) > width:
+            words.pop(name, None)
+    return " · ".join(words.values())
 
 
 def batch_line(layout: Layout, seq: int) -> str:
