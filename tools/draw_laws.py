@@ -32,7 +32,7 @@ def scaling() -> str:
         if point.estimate is not None:
             series.setdefault(point.technique, []).append((point.gpus, point.estimate.tokens_per_s_per_gpu))
     ticks = {float(gpus): f"{gpus}" for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-    title = f"Llama-3.2-1B, each technique alone, {survey.SEQUENCES} sequences of 4,096 tokens a GPU"
+    title = f"Llama-3.2-1B, each technique alone, {survey.SEQUENCES_PER_GPU} sequences of 4,096 tokens a GPU"
     return curves(title, series, "H100 GPUs, nodes of 8", "tokens/s/GPU", ticks, mark=(8, "a node"))
 
 

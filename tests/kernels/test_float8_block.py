@@ -13,7 +13,7 @@ from model.builders import initialize
 from parallel.harness import job_of, training_of
 from ultrascale.kernels import float8, float8_block, fused
 from ultrascale.kernels.float8_block import Float8Block
-from ultrascale.kernels.float8_gemm import WIDE
+from ultrascale.kernels.float8_gemm import E5M2
 from ultrascale.kernels.selection import choose, why_not_fused
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Layout
@@ -77,7 +77,7 @@ def test_the_gate_bound_holds_and_is_tight() -> None:
     gated, of_both = float8_block.gate_cast(both)
     to_both, turned, again = float8_block.gate_backward_cast(grad, both, of_both, float8_block.of_rows(gated))
     largest = float(to_both.data.float().abs().max())
-    assert torch.finfo(WIDE).max / 64 < largest < torch.finfo(WIDE).max
+    assert torch.finfo(E5M2).max / 64 < largest < torch.finfo(E5M2).max
     wanted, output = fused.gate_backward(grad, both)
     assert error(to_both.data.float() * to_both.scale, wanted) < 0.06
     assert error(turned.data.t().float() * turned.scale, wanted) < 0.06

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ultrascale.kernels import float8, float8_block, float8_gemm
-from ultrascale.model.transformer import IGNORED
+from ultrascale.model.transformer import IGNORE_INDEX
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-NARROW, WIDE = (float8_gemm.NARROW, float8_gemm.WIDE) if DEVICE == "cuda" else (torch.float16, torch.float16)
+NARROW, WIDE = (float8_gemm.E4M3, float8_gemm.E5M2) if DEVICE == "cuda" else (torch.float16, torch.float16)
 # What a GPU compiles differs by what it reads; the last size has full tiles alone, as a model's.
 KINDS = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
 TILES = [(32, 64), (40, 48), *([(256, 512)] if DEVICE == "cuda" else [])]
@@ -34,8 +34,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if DEVICE == "cpu":  # several tiles of small matrices; a GPU compiles those that training runs
         for name, size in {"ROWS": 16, "COLUMNS": 32}.items():
             monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(float8_block, "NARROW", NARROW)
-    monkeypatch.setattr(float8_block, "WIDE", WIDE)
+    monkeypatch.setattr(float8_block, "E4M3", NARROW)
+    monkeypatch.setattr(float8_block, "E5M2", WIDE)
     return module
 
 
@@ -143,7 +143,7 @@ def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.M
         for name, size in {"BLOCK": 64, "ROWS": 16, "COLUMNS": 32}.items():
             monkeypatch.setattr(module, name, size)
     logits, targets = numbers(24, vocab, size=3.0, kind=kind), torch.arange(24)
-    targets[[3, 7]] = IGNORED
+    targets[[3, 7]] = IGNORE_INDEX
     turned, wanted_turned = (torch.ones(vocab, 56, dtype=WIDE, device=device) for device in (DEVICE, "cpu"))
     losses, wanted_losses = (torch.empty(24, device=device) for device in (DEVICE, "cpu"))
     # fp16 holds numbers up to twice the factor, as e5m2 does.

@@ -9,7 +9,7 @@ import torch._dynamo
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure import verify as measure
 from ultrascale.measure.verify import verify
-from ultrascale.measure.verify_layouts import MOST_PROCESSES, compositions, reduced, small_job, spread
+from ultrascale.measure.verify_layouts import MAX_PROCESSES, compositions, reduced, small_job, spread
 from ultrascale.measure.verify_recording import Bounds
 from ultrascale.parallel import mesh as meshes
 from ultrascale.specs.cluster import Cluster
@@ -117,7 +117,7 @@ def test_a_large_plan_is_shrunk_with_its_layout():
     layout = Layout(dp=8, tp=4, pp=2, schedule="interleaved", virtual_stages=2, zero=1, gas=64)
     estimate(large(layout), layout)  # legal as planned
     job, small, notes = reduced(large(layout), layout)
-    assert small.gpus <= MOST_PROCESSES
+    assert small.gpus <= MAX_PROCESSES
     assert (small.tp, small.pp, small.schedule, small.zero) == (4, 2, "interleaved", 1)
     assert (job.model.layers, job.model.heads, job.model.kv_heads) == (80, 64, 8)
     assert job.precision == "fp32"

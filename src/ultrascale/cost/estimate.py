@@ -26,7 +26,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
-ENOUGH = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
+MIN_SIMILAR_RUNS = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
 LOW, HIGH = 0.10, 0.90
 
 
@@ -288,7 +288,7 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[Predictio
     )
     for words, found in circles:
         sources = len({row["source"] for row in found})
-        if len(found) >= ENOUGH and sources >= 2:
+        if len(found) >= MIN_SIMILAR_RUNS and sources >= 2:
             return _errors(found), f"{len(found)} runs of {sources} sources: {words}"
     return _errors(rows), f"{len(rows)} runs: all models"
 

@@ -21,7 +21,7 @@ from ultrascale.cost.step import component_times, depends_on, end_of_step
 from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
 
-Variant = tuple[str, int]
+ScheduleVariant = tuple[str, int]  # a schedule and its virtual stages
 BLOCK = 16_384  # cores at a time: the working arrays of a block stay in the cache
 
 
@@ -30,7 +30,7 @@ class Table:
     """Cores of one pipeline degree under every variant, as arrays of cores × variants."""
 
     cores: LayoutColumns
-    variants: tuple[Variant, ...]
+    variants: tuple[ScheduleVariant, ...]
     legal: Array
     peak_bytes: Array
     """exact where it fits; where it does not, of the first ranks that were found to hold too much"""
@@ -50,7 +50,7 @@ class Table:
 def evaluate(
     job: Job,
     cores: LayoutColumns,
-    variants: Sequence[Variant],
+    variants: Sequence[ScheduleVariant],
     machine: ClusterRates,
     capacity_bytes: float,
     longest_s: float = np.inf,
@@ -70,7 +70,7 @@ def evaluate(
     return Table(cores, tuple(variants), legal.T, peak.T, fits.T, step.T)
 
 
-def step_times(job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates) -> Array:
+def step_times(job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], machine: ClusterRates) -> Array:
     """Cores × variants: the step time of every legal cell, whether or not it fits; infinite where it is not legal."""
     step = np.empty((len(variants), len(cores)))
     for group in _groups(job, variants):
@@ -83,7 +83,7 @@ def step_times(job: Job, cores: LayoutColumns, variants: Sequence[Variant], mach
     return step.T
 
 
-def _groups(job: Job, variants: Sequence[Variant]) -> list[list[int]]:
+def _groups(job: Job, variants: Sequence[ScheduleVariant]) -> list[list[int]]:
     """Variants by number, those with a split backward apart in an engine that fuses no such layers."""
     split = [REGISTRY[name].split_backward and job.framework.fused_blocks for name, _ in variants]
     groups = [[number for number, one in enumerate(split) if one == kind] for kind in (False, True)]
@@ -98,7 +98,12 @@ def _blocks(rows: int) -> list[slice]:
 
 
 def _evaluate_block(
-    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, capacity_bytes: float, longest_s: float
+    job: Job,
+    cores: LayoutColumns,
+    variants: Sequence[ScheduleVariant],
+    machine: ClusterRates,
+    capacity_bytes: float,
+    longest_s: float,
 ) -> tuple[Array, Array, Array, Array]:
     legal = _legal(cores, variants)
     peak = _peaks(job, cores, variants, legal, capacity_bytes)
@@ -112,7 +117,7 @@ def _evaluate_block(
     return legal, peak, fits, step
 
 
-def _legal(cores: LayoutColumns, variants: Sequence[Variant]) -> Array:
+def _legal(cores: LayoutColumns, variants: Sequence[ScheduleVariant]) -> Array:
     """Variants × cores."""
     pp = int(cores.pp[0])
     if pp == 1:
@@ -121,14 +126,14 @@ def _legal(cores: LayoutColumns, variants: Sequence[Variant]) -> Array:
     return np.stack([legal_mask(name, pp, gas, loops) for name, loops in variants]).take(of, axis=1)
 
 
-def _shares(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
+def _shares(job: Job, pp: int, variant: ScheduleVariant) -> list[tuple[int, tuple[int, ...]]]:
     """(rank, its share) of the ranks that can hold the peak or set the pace."""
     name, loops = variant
     shares = stages.rank_shares(job, pp, loops, REGISTRY[name].v_shaped)
     return [(rank, shares[rank]) for rank in stages.representative_ranks(shares)]
 
 
-def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, ...]]]:
+def _fullest(job: Job, pp: int, variant: ScheduleVariant) -> list[tuple[int, tuple[int, ...]]]:
     """Those that can hold the peak: where nothing is put off, what waits only falls with the rank."""
     name, _ = variant
     if REGISTRY[name].split_backward:
@@ -139,7 +144,7 @@ def _fullest(job: Job, pp: int, variant: Variant) -> list[tuple[int, tuple[int, 
     return [(rank, share) for share, rank in first.items()]
 
 
-def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: Array, capacity_bytes: float) -> Array:
+def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], legal: Array, capacity_bytes: float) -> Array:
     """Variants × cores. Share after share; cores that no variant makes fit any more are not evaluated for the rest."""
     pp = int(cores.pp[0])
     gas, of = np.unique(cores.gas, return_inverse=True)
@@ -163,7 +168,7 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[Variant], legal: A
     return peak
 
 
-def _by_share(job: Job, pp: int, variants: Sequence[Variant]) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+def _by_share(job: Job, pp: int, variants: Sequence[ScheduleVariant]) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
     """The shares that can hold a peak, with the variants (by number) and ranks that have them; first those that together are
     in every variant, since no core is out before each of its variants was asked about once.
     """
@@ -192,7 +197,7 @@ def microbatches_in_flight(job: Job, name: str, pp: int, rank: int, gas: Array, 
 
 
 def _steps(
-    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, longest_s: float
+    job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], machine: ClusterRates, longest_s: float
 ) -> tuple[Array, Array]:
     """Which cores might take no longer, and their times: variants × those."""
     pp = int(cores.pp[0])
@@ -235,7 +240,7 @@ def _slowest(ranks: list[Passes]) -> Passes:
 
 
 def _makespan(
-    variant: Variant, pp: int, cores: LayoutColumns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
+    variant: ScheduleVariant, pp: int, cores: LayoutColumns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
 ) -> Array:
     if pp == 1:
         return np.asarray(cores.gas * slowest.total)

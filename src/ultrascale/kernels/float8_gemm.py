@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.specs.training import FP8_BLOCK, FP8_TOKENS, Fp8Scaling
 
-NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three fraction bits and a range of 2^18, or two bits and 2^32
-EXPONENT = 0x7F800000  # mask of the exponent bits of a float
-SMALLEST = 1e-12  # lower bound of the largest entry, for a tensor of zeros
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # three fraction bits and a range of 2^18, or two bits and 2^32
+EXPONENT_MASK = 0x7F800000  # mask of the exponent bits of a float
+MIN_AMAX = 1e-12  # lower bound of the largest entry, for a tensor of zeros
 
 
 aten = torch.ops.aten
@@ -102,14 +102,14 @@ class Float8Gemms(PlainGemms):
         return out if bias is None else out + bias
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        left = quantise(_rows(x), self.scaling, NARROW)
-        right = quantise(weight, self.scaling, NARROW, is_weight=True)
+        left = quantise(_rows(x), self.scaling, E4M3)
+        right = quantise(weight, self.scaling, E4M3, is_weight=True)
         out = multiply(left, right, x.dtype, fast=self.scaling != "block").view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         left = quantise(_rows(grad), self.scaling, self._grad_dtype)
-        right = quantise_transposed(weight, self.scaling, NARROW, is_weight=True)
+        right = quantise_transposed(weight, self.scaling, E4M3, is_weight=True)
         return multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ class Float8Gemms(PlainGemms):
         if len(rows) % FP8_TOKENS[self.scaling]:
             return super().grad_weight(grad, x)
         left = quantise_transposed(grads, self.scaling, self._grad_dtype)
-        right = quantise_transposed(rows, self.scaling, NARROW)
+        right = quantise_transposed(rows, self.scaling, E4M3)
         return multiply(left, right, grad.dtype)
 
     @property
     def _grad_dtype(self) -> torch.dtype:
         # Gradients of a whole tensor have a wider range than those of one token (torchao chooses the same).
-        return WIDE if self.scaling == "tensor" else NARROW
+        return E5M2 if self.scaling == "tensor" else E4M3
 
 
 class _Float8Gemm(torch.autograd.Function):
@@ -208,8 +208,8 @@ def factor_below(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
     A power of two changes exponents but not fractions, so that a value rounds the same whatever other values share its scale.
     """
-    factor = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
-    return (factor.view(torch.int32) & EXPONENT).view(torch.float32)  # exact, unlike a logarithm
+    factor = torch.finfo(dtype).max / largest.float().clamp(min=MIN_AMAX)
+    return (factor.view(torch.int32) & EXPONENT_MASK).view(torch.float32)  # exact, unlike a logarithm
 
 
 def _cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

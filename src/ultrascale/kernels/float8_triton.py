@@ -14,7 +14,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 ROWS, COLUMNS, WARPS = 32, 128, 4  # of a tile
-EACH = 1024  # elements of a row per warp
+ELEMENTS_PER_WARP = 1024  # elements of a row per warp
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -54,7 +54,7 @@ def _row_scales(x: torch.Tensor) -> torch.Tensor:
 
 def _row_options(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(4, block // EACH))}
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(4, block // ELEMENTS_PER_WARP))}
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

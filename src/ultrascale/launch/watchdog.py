@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from ultrascale.launch.exit_reason import LOST
 from ultrascale.launch.heartbeat import Heartbeat, RankStatus, silent
+from ultrascale.launch.rank_info import MAX_NAMED_RANKS
 from ultrascale.parallel.comm import AsyncCollective, Axis
 from ultrascale.parallel.torch_private import op_name
 from ultrascale.specs.printable import printable
 
-NAMED = 8  # ranks that a report names one by one
 BEATS_BETWEEN_READS = 2.5  # minimum beats between two reads before a rank is called silent
 LONGEST_WAIT_S = 10.0  # limit of that time when an error is explained
-SAME = "Every rank lives and says the same"
+ALL_RANKS_AGREE = "Every rank lives and says the same"
 LONGEST_READ_S = 20.0  # limit for reading all ranks' statuses from a store
-UNNAMED = "unknown"
+UNKNOWN_COLLECTIVE = "unknown"
 STACK_LINES = 12  # innermost frames that a report shows
 _DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 _WRAPPERS = ("wrapper", "inner", "_fn")  # decorators of torch's collectives
@@ -141,7 +141,7 @@ class Watchdog:
                 reads = [self._read()]
             elif still_s >= self._timeout_s:
                 report = self._report(still_s, reads[0])
-                if SAME in report and waits_in() is not None:
+                if ALL_RANKS_AGREE in report and waits_in() is not None:
                     # A rank that hangs outside of the collective that the others wait in knows best where: it reports first.
                     time.sleep(min(BEATS_BETWEEN_READS * self._interval_s, LONGEST_WAIT_S))
                 self._on_stuck(report)
@@ -223,15 +223,15 @@ class Watchdog:
         if silent_ranks or never:
             lines.append(_advice(silent_ranks + never))
         elif not lines:
-            lines.append(f"{SAME}: the collective itself failed, or ranks disagree about its shape or type.")
+            lines.append(f"{ALL_RANKS_AGREE}: the collective itself failed, or ranks disagree about its shape or type.")
         return lines
 
     def _lines(self, ranks: list[int], statuses: Mapping[int, RankStatus], words: str) -> Iterable[str]:
-        for rank in ranks[:NAMED]:
+        for rank in ranks[:MAX_NAMED_RANKS]:
             last = f" {statuses[rank]}" if rank in statuses else ""
             yield f"{self._name(rank)} {words}{last}"
-        if len(ranks) > NAMED:
-            yield f"and {len(ranks) - NAMED} more ranks, of {self._world}"
+        if len(ranks) > MAX_NAMED_RANKS:
+            yield f"and {len(ranks) - MAX_NAMED_RANKS} more ranks, of {self._world}"
 
     def _name(self, rank: int) -> str:
         place = self._describe(rank)
@@ -263,7 +263,7 @@ class _SilenceDetector:
 
 
 def _advice(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:NAMED]))
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
     return f"Look at rank {named}: its process (a state of T is stopped), its machine's log, its memory, its link."
 
 
@@ -286,7 +286,7 @@ def waits_in(error: BaseException | None = None) -> str | None:
     if depth is None:
         return None
     kind = _kind(frames[depth])
-    return f"{'a collective' if kind == UNNAMED else kind}{_axis_suffix(frames[depth:])}"
+    return f"{'a collective' if kind == UNKNOWN_COLLECTIVE else kind}{_axis_suffix(frames[depth:])}"
 
 
 def _stack() -> str:

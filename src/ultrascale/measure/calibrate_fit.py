@@ -130,14 +130,14 @@ Moves = dict[Constant, float]
 
 NOISE = 0.01  # between two identical runs on an H200 that are not host-bound
 NOISE_ON_HOST = 0.05  # on two cores of a shared machine, at least
-LOUD = 3.0  # Huber threshold: a residual beyond so many times the noise weighs less
-STEP = 0.02  # for derivatives
-FAR = 3.0  # shift of a logarithm: times may be orders of magnitude away
-TRIED = (-FAR, -FAR / 2, FAR / 2, FAR)  # first guesses for such a time
-DETERMINED = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
-MATTERS = 0.02  # of a step: the least effect of a constant that is fitted
-ROUNDS, SETTLED = 12, 3e-3
-AGAIN = 3  # rounds of a refit that starts from the fit of all runs
+HUBER_THRESHOLD = 3.0  # a residual beyond so many times the noise weighs less
+DERIVATIVE_STEP = 0.02
+MAX_LOG_SHIFT = 3.0  # shift of a logarithm: times may be orders of magnitude away
+INITIAL_LOG_SHIFTS = (-MAX_LOG_SHIFT, -MAX_LOG_SHIFT / 2, MAX_LOG_SHIFT / 2, MAX_LOG_SHIFT)  # first guesses for such a time
+MAX_UNCERTAINTY = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
+MIN_STEP_EFFECT = 0.02  # of a step: the least effect of a constant that is fitted
+MAX_ROUNDS, CONVERGED_SHIFT = 12, 3e-3
+REFIT_ROUNDS = 3  # rounds of a refit that starts from the fit of all runs
 
 
 class StepTimeModel:
@@ -155,7 +155,7 @@ class StepTimeModel:
 
     def _far(self, constant: Constant) -> float:
         low, high = self.base.room(constant)
-        return min(FAR, high) if high > -low else max(-FAR, low)
+        return min(MAX_LOG_SHIFT, high) if high > -low else max(-MAX_LOG_SHIFT, low)
 
     def logs(self, moves: Mapping[Constant, float], of: Sequence[int]) -> Floats:
         efficiency = self.base.changed(moves)
@@ -193,7 +193,7 @@ def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Mo
     """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
     determined, _, _ = _determined(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in determined]
-    return _solve(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
+    return _solve(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, REFIT_ROUNDS), lost
 
 
 def _measured(model: StepTimeModel, of: Sequence[int]) -> Floats:
@@ -203,7 +203,7 @@ def _measured(model: StepTimeModel, of: Sequence[int]) -> Floats:
 def _weights(model: StepTimeModel, of: Sequence[int], residual: Floats) -> Floats:
     least = NOISE_ON_HOST if model.base.cluster.efficiency.synchronous else NOISE
     noise = np.asarray([math.hypot(least, model.runs[index].spread) for index in of])
-    return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (LOUD * noise)))
+    return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (HUBER_THRESHOLD * noise)))
 
 
 def _cost(model: StepTimeModel, of: Sequence[int], moves: Moves) -> float:
@@ -224,7 +224,7 @@ def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> Moves:
     places = [
         (constant, by)
         for constant in wide
-        for by in (0.0, *TRIED)
+        for by in (0.0, *INITIAL_LOG_SHIFTS)
         if model.base.room(constant)[0] <= by <= model.base.room(constant)[1]
     ]
     while places:
@@ -242,7 +242,7 @@ def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: Moves, consta
     columns = []
     for constant in constants:
         by, high = moves.get(constant, 0.0), model.base.room(constant)[1]
-        step = STEP if by + STEP <= high else -STEP
+        step = DERIVATIVE_STEP if by + DERIVATIVE_STEP <= high else -DERIVATIVE_STEP
         columns.append((model.logs({**moves, constant: by + step}, of) - here) / step)
     return np.stack(columns, axis=1) if columns else np.zeros((len(of), 0))
 
@@ -261,14 +261,14 @@ def _determined(
     share = np.abs(every).max(axis=0) if constants else []
     why = {constant: "no step time follows it in these runs" for constant in CONSTANTS if constant not in constants}
     for constant, moved in zip(constants, share, strict=True):
-        if moved < MATTERS:
+        if moved < MIN_STEP_EFFECT:
             why[constant] = f"at most {moved:.1%} of a step follows it in these runs"
     inside = [k for k, constant in enumerate(constants) if constant not in why]
     prior = [model.base.prior(constant) for constant in constants]
     while inside:
         left = _deviations(info, inside, prior) / [prior[k] for k in inside]
         worst = int(np.argmax(left))
-        if left[worst] <= DETERMINED and len(inside) <= most:
+        if left[worst] <= MAX_UNCERTAINTY and len(inside) <= most:
             break
         k = inside.pop(worst)
         blurred = _confounded_with(info, inside, k, prior)
@@ -288,13 +288,13 @@ def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> 
 
 def _confounded_with(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
     """The other constant that changes the same runs, where this one would be determined without it."""
-    if not inside or _deviations(info, [k], prior)[0] > DETERMINED * prior[k]:
+    if not inside or _deviations(info, [k], prior)[0] > MAX_UNCERTAINTY * prior[k]:
         return None
     alike = [abs(info[k, other]) / math.sqrt(info[k, k] * info[other, other]) for other in inside]
     return inside[int(np.argmax(alike))]
 
 
-def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
+def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = MAX_ROUNDS) -> Moves:
     constants = list(moves)
     if not constants:
         return {}
@@ -317,6 +317,6 @@ def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = 
         else:
             break
         shift, best, cost = float(np.max(np.abs(moved - theta))), tried, its
-        if shift < SETTLED:
+        if shift < CONVERGED_SHIFT:
             break
     return best

@@ -24,7 +24,7 @@ from ultrascale.specs.measurement import MeasuredMemory, Measurement
 from ultrascale.specs.plan import job_from_mapping
 from ultrascale.specs.validate import build, shown
 
-LARGEST = 256 * 2**20  # bytes of a .jsonl file: a million steps
+MAX_JSONL_BYTES = 256 * 2**20  # a million steps
 EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns of data/published.csv"
 
 
@@ -140,7 +140,7 @@ def _positive(value: Any, what: str) -> float:
 
 
 def _lines(path: Path) -> list[str]:
-    return read_named(path, str(path), f"name measured runs, {EXAMPLE}", LARGEST).splitlines()
+    return read_named(path, str(path), f"name measured runs, {EXAMPLE}", MAX_JSONL_BYTES).splitlines()
 
 
 def _spread(steps: Sequence[float]) -> float:

@@ -261,7 +261,7 @@ MACHINE_CHECKS: dict[str, Callable[[MachineFacts], Verdict]] = {
 
 
 MASTER_BYTES = 4  # of a parameter in fp32, in the optimizer and in a checkpoint
-SAME = 1e-4  # relative; a plan is written with six digits
+RELATIVE_TOLERANCE = 1e-4  # a plan is written with six digits
 
 
 def plan_findings(plan: Plan, facts: MachineFacts) -> list[Finding]:
@@ -286,7 +286,7 @@ def plan_estimate(plan: Plan, facts: MachineFacts) -> Verdict:
         ("a step of", "s", plan.estimate.step_time_s, now.step_time_s),
         ("a peak of", "GiB", plan.estimate.peak_gib, now.peak_gib),
     ):
-        if abs(written - predicted) > SAME * predicted:
+        if abs(written - predicted) > RELATIVE_TOLERANCE * predicted:
             text = f"the file says {what} {written:,.4g} {unit} but {predicted:,.4g} {unit} is predicted now"
             return "warn", text, "it was edited or comes from another version: plan anew"
     return "ok", f"{now.step_time_s:,.3g} s a step, {now.peak_gib:,.1f} GiB: as the file says"

@@ -14,7 +14,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import CHECKPOINTS, MEASUREMENT, METRICS, PLAN
 from ultrascale.specs.plan import Plan
 
-MOST = 1000  # runs of one folder
+MAX_RUNS = 1000  # runs of one folder
 TAIL_BYTES = 2**20
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -49,7 +49,7 @@ def runs_in(folder: Path) -> list[StoredRun]:
         raise SpecError(f"{folder} is no folder: name a run, or a folder of runs such as runs")
     inside = [folder] if (folder / PLAN).is_file() else [one for one in folder.iterdir() if (one / PLAN).is_file()]
     inside.sort(key=lambda one: (one / PLAN).stat().st_mtime, reverse=True)
-    return [_read(one) for one in inside[:MOST]]
+    return [_read(one) for one in inside[:MAX_RUNS]]
 
 
 def _read(run: Path) -> StoredRun:

@@ -107,10 +107,10 @@ def _pairs(layout: Layout) -> set[tuple[Any, ...]]:
     return set(combinations(sorted((name, value) for name, value in layout.model_dump().items() if not idle.get(name)), 2))
 
 
-MOST_PROCESSES = 16
-MOST_SEQUENCES = 32  # per data rank
-LARGEST = 5_000_000  # parameters of a model that is verified as it is
-SPREAD = 24  # layouts that `verify --world` tries without --all
+MAX_PROCESSES = 16
+MAX_SEQUENCES = 32  # per data rank
+MAX_PARAMETERS = 5_000_000  # parameters of a model that is verified as it is
+DEFAULT_LAYOUTS = 24  # layouts that `verify --world` tries without --all
 
 
 def to_verify(
@@ -122,17 +122,17 @@ def to_verify(
         request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
         job, layout, notes = reduced(request.job, request.layout, _known(precision))
         return job, [layout], notes
-    if not 1 <= world <= MOST_PROCESSES:
-        raise SpecError(f"--world is {world} but must be from 1 to {MOST_PROCESSES}, such as 8")
+    if not 1 <= world <= MAX_PROCESSES:
+        raise SpecError(f"--world is {world} but must be from 1 to {MAX_PROCESSES}, such as 8")
     shape = Model.load(model)
-    if shape.parameters > LARGEST:
+    if shape.parameters > MAX_PARAMETERS:
         raise SpecError(f"--model is {model} with {shape.parameters:,} parameters, too many to try every layout: try tiny")
     sequences = 16 if 16 % world == 0 else 4 * world
     job = small_job(shape, world, sequences=sequences, precision=_known(precision))
     layouts = compositions(job, world, [word.strip() for word in only.split(",") if word.strip()] if only else [])
     if not layouts:
         raise SpecError(f"no layout of {world} processes uses {only}: try --world 8, or fewer words in --only")
-    return job, layouts if everything else spread(layouts, SPREAD), ()
+    return job, layouts if everything else spread(layouts, DEFAULT_LAYOUTS), ()
 
 
 def _known(precision: str) -> str:
@@ -153,25 +153,25 @@ def reduced(job: Job, layout: Layout, precision: str = "fp32") -> tuple[Job, Lay
     """
     notes = []
     model = job.model
-    if model.parameters > LARGEST:
+    if model.parameters > MAX_PARAMETERS:
         model = _narrow(model, layout.tp, layout.ep)
         widths = f"hidden {model.hidden}, ffn {model.ffn}, vocab {model.vocab}"
         if model.moe is not None:
             widths += f", {model.moe.experts} experts of {model.moe.expert_ffn}"
         notes.append(f"{job.model.name} at {widths}; layers and heads as they are")
     cut = layout
-    if layout.gpus > MOST_PROCESSES:
-        dp = max(1, min(layout.dp, MOST_PROCESSES // (layout.tp * layout.pp * layout.cp)))
+    if layout.gpus > MAX_PROCESSES:
+        dp = max(1, min(layout.dp, MAX_PROCESSES // (layout.tp * layout.pp * layout.cp)))
         cut = layout.model_copy(update={"dp": dp, "ep": math.gcd(layout.ep, dp * layout.cp), "zero_shards": None})
-        if cut.gpus > MOST_PROCESSES:
+        if cut.gpus > MAX_PROCESSES:
             raise SpecError(
                 f"layout.tp·pp·cp is {layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus // layout.dp}, but verify starts at "
-                f"most {MOST_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
+                f"most {MAX_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
             )
         notes.append(f"dp {cut.dp} instead of {layout.dp}: more replicas compute what these do")
         if cut.ep != layout.ep:
             notes.append(f"ep {cut.ep} instead of {layout.ep}")
-    if layout.mbs * layout.gas > MOST_SEQUENCES:
+    if layout.mbs * layout.gas > MAX_SEQUENCES:
         gas = min(layout.gas, max(2 * layout.pp, 2))
         cut = cut.model_copy(update={"mbs": 1, "gas": gas})
         notes.append(f"{gas} micro-batches of one sequence instead of {layout.gas} of {layout.mbs}")

@@ -31,7 +31,7 @@ from ultrascale.train.supported import job_problem, layout_problem
 STEPS, SEQ, SEQUENCES = 6, 32, 8
 LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
-POOL = 64  # programs drawn for each one that is taken
+CANDIDATES_PER_PROGRAM = 64  # programs drawn for each one that is taken
 _DONE: dict[str, Any] = {"end": "done", "at": 0, "rank": None, "phase": "update"}
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
 
@@ -257,7 +257,7 @@ class ProgramGenerator:
         """a program for each pair that was drawn but not taken, so that rare pairs need not be drawn again"""
 
     def next(self) -> Program:
-        for program in (self._draw() for _ in range(POOL)):
+        for program in (self._draw() for _ in range(CANDIDATES_PER_PROGRAM)):
             pairs = program.pairs()
             self.possible |= pairs
             self._uncovered |= dict.fromkeys(sorted(pairs - self.covered.keys()), program)

@@ -12,10 +12,10 @@ from ultrascale.schedules import DEFAULT_SCHEDULE
 from ultrascale.specs.layout import Layout
 
 LEAST_MEMORY, SIMPLEST, NO_PIPELINE = "least memory", "simplest", "no pipeline"
-LEANEST_WITHIN = 1.10  # of the fastest step
-SIMPLEST_WITHIN = 1.03
-WITHIN = {LEAST_MEMORY: LEANEST_WITHIN, SIMPLEST: SIMPLEST_WITHIN}
-CANDIDATES = 12  # of each kind: closed forms are some percent off, so the best are evaluated exactly
+LEAST_MEMORY_MAX_SLOWDOWN = 1.10  # of the fastest step
+SIMPLEST_MAX_SLOWDOWN = 1.03
+MAX_SLOWDOWN = {LEAST_MEMORY: LEAST_MEMORY_MAX_SLOWDOWN, SIMPLEST: SIMPLEST_MAX_SLOWDOWN}
+CANDIDATES_PER_KIND = 12  # of each kind: closed forms are some percent off, so the best are evaluated exactly
 
 
 @dataclass
@@ -33,7 +33,7 @@ class AlternativeLayouts:
         self.fastest_s = min(self.fastest_s, float(cells.step_s.min(initial=np.inf)))
         if not np.isfinite(self.fastest_s):
             return
-        core, variant = np.nonzero(cells.step_s <= LEANEST_WITHIN * self.fastest_s)
+        core, variant = np.nonzero(cells.step_s <= LEAST_MEMORY_MAX_SLOWDOWN * self.fastest_s)
         if len(cells.cores) and cells.cores.pp[0] == 1 and np.isfinite(cells.step_s).any():
             best = np.unravel_index(int(np.argmin(cells.step_s)), cells.step_s.shape)
             core, variant = np.append(core, best[0]), np.append(variant, best[1])
@@ -56,11 +56,13 @@ class AlternativeLayouts:
         step_s, peak = np.concatenate(self._step_s), np.concatenate(self._peak_bytes)
         slower = step_s / self.fastest_s
         kinds = {
-            LEAST_MEMORY: np.where(slower <= LEANEST_WITHIN, peak, np.inf),
-            SIMPLEST: np.where(slower <= SIMPLEST_WITHIN, techniques(rows) + slower / 1e3, np.inf),
+            LEAST_MEMORY: np.where(slower <= LEAST_MEMORY_MAX_SLOWDOWN, peak, np.inf),
+            SIMPLEST: np.where(slower <= SIMPLEST_MAX_SLOWDOWN, techniques(rows) + slower / 1e3, np.inf),
             NO_PIPELINE: np.where(rows.pp == 1, step_s, np.inf),
         }
-        found = {kind: [n for n in np.argsort(score)[:CANDIDATES] if np.isfinite(score[n])] for kind, score in kinds.items()}
+        found = {
+            kind: [n for n in np.argsort(score)[:CANDIDATES_PER_KIND] if np.isfinite(score[n])] for kind, score in kinds.items()
+        }
         return {kind: [rows.layout(int(number)) for number in numbers] for kind, numbers in found.items() if numbers}
 
 

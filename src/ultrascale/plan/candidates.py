@@ -19,7 +19,7 @@ from ultrascale.cost import engines, table
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
-from ultrascale.plan.alternatives import LEANEST_WITHIN, AlternativeLayouts
+from ultrascale.plan.alternatives import LEAST_MEMORY_MAX_SLOWDOWN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError, divisors, near
@@ -334,7 +334,7 @@ def rank(
     for group in cores(job, constraints):
         # Who is slower than as many as are kept, and than a lean layout may be, is out; the least memory may be at any speed.
         longest_s = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
-        longest_s = 0.0 if objective == "memory" else max(longest_s, LEANEST_WITHIN * alternatives.fastest_s)
+        longest_s = 0.0 if objective == "memory" else max(longest_s, LEAST_MEMORY_MAX_SLOWDOWN * alternatives.fastest_s)
         cells = table.evaluate(job, group.columns, group.variants, machine, capacity, longest_s)
         evaluated += int(cells.legal.sum())
         fitting += int(cells.fits.sum())

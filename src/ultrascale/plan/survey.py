@@ -23,10 +23,10 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
-Say = Callable[[str], None]
-LARGE = 256  # GPUs; a search over more takes seconds, and these figures make many
-SLOWEST = 4.0  # times the fastest: slower layouts of a large cluster are not on its front
-SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what communication costs
+Progress = Callable[[str], None]
+LARGE_CLUSTER_GPUS = 256  # a search over more takes seconds, and these figures make many
+MAX_SLOWDOWN = 4.0  # times the fastest: slower layouts of a large cluster are not on its front
+SEQUENCES_PER_GPU = 4  # in scaling curves: enough to fill a pipeline, few enough to show what communication costs
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def heat_map(
     nodes: Sequence[int],
     seq: int,
     batch_tokens: int,
-    say: Say = lambda _: None,
+    say: Progress = lambda _: None,
     **job: Any,
 ) -> tuple[HeatmapCell, ...]:
     """Every model on every number of the cluster's nodes, one batch for all, as in the playbook's chart.
@@ -70,10 +70,10 @@ def heat_map(
 
 def searched(gpus: int) -> LayoutConstraints:
     """What a search of these figures tries: every value, or on a large cluster the usual ones."""
-    return LayoutConstraints(tried=USUAL_VALUES if gpus > LARGE else {})
+    return LayoutConstraints(tried=USUAL_VALUES if gpus > LARGE_CLUSTER_GPUS else {})
 
 
-def heat_map_around(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, ...]:
+def heat_map_around(job: Job, say: Progress = lambda _: None) -> tuple[HeatmapCell, ...]:
     """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
     nodes to four times as many; without the sizes in between on a large cluster."""
     own, here = job.model, job.cluster.nodes
@@ -81,7 +81,7 @@ def heat_map_around(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, .
     others = sorted(alike, key=lambda model: model.parameters)
     smaller = [model for model in others if 2 * model.parameters <= own.parameters][-1:]
     larger = [model for model in others if model.parameters >= 2 * own.parameters][:1]
-    factors = (1 / 4, 1, 4) if job.cluster.gpus > LARGE else (1 / 4, 1 / 2, 1, 2, 4)
+    factors = (1 / 4, 1, 4) if job.cluster.gpus > LARGE_CLUSTER_GPUS else (1 / 4, 1 / 2, 1, 2, 4)
     nodes = sorted({max(1, int(factor * here)) for factor in factors})
     rest = {name: value for name, value in job if name not in ("model", "cluster", "seq", "batch_tokens")}
     return heat_map([*smaller, own, *larger], job.cluster, nodes, job.seq, job.batch_tokens, say, **rest)
@@ -115,7 +115,7 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint,
             values = fields(gpus)
             if gpus == 1:
                 values = {}
-            layout = Layout(mbs=1, recompute=recompute, gas=SEQUENCES * gpus // values.get("dp", 1), **values)
+            layout = Layout(mbs=1, recompute=recompute, gas=SEQUENCES_PER_GPU * gpus // values.get("dp", 1), **values)
             grown = job.changed(cluster=job.cluster.resized(gpus), batch_tokens=layout.batch_tokens(job.seq))
             legal = problem(grown, layout) is None
             points.append(ScalingPoint(name, gpus, estimate(grown, layout) if legal else None))
@@ -128,14 +128,14 @@ def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: i
 
     On a large cluster: of the usual values of each field, and not much slower than the fastest.
     """
-    large = job.cluster.gpus > LARGE
+    large = job.cluster.gpus > LARGE_CLUSTER_GPUS
     constraints = replace(LayoutConstraints.parse(fix, forbid), tried=searched(job.cluster.gpus).tried)
     machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
     for group in cores(job, constraints):
         columns = group.columns
         if large and found:
-            longest_s = SLOWEST * min(step_s for step_s, _, _ in found)
+            longest_s = MAX_SLOWDOWN * min(step_s for step_s, _, _ in found)
             least = table.step_times(job, columns, group.variants, machine).min(axis=1)
             columns = columns.take(np.flatnonzero(least <= longest_s))
         if not len(columns):

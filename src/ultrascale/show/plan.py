@@ -11,7 +11,7 @@ from rich.table import Table
 from ultrascale.plan import Result
 from ultrascale.plan.advice import LORA_RANK
 from ultrascale.plan.reasons import MAIN_REASONS
-from ultrascale.plan.search import Variant
+from ultrascale.plan.search import VirtualStageVariant
 from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, picked, table
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -105,7 +105,7 @@ def show_costs(console: Console, plan: Plan) -> None:
         console.print(f"Whole training: {estimate.train_days:,.1f} days, {estimate.gpu_hours:,.0f} GPU-hours{price}")
 
 
-def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[Variant, ...], ...] = ()) -> Table:
+def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[VirtualStageVariant, ...], ...] = ()) -> Table:
     """One row per plan, with its other virtual stages; below a width of `WIDE` the layout is one column."""
     wide, narrow = width >= WIDE, width < NARROW
     gpus = ("GPUs",) if len({plan.job.cluster.gpus for plan in plans}) > 1 else ()

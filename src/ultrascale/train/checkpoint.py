@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MANIFEST, LATEST, ROLLBACK = "checkpoint.json", "latest", "rollback.json"
 FORMAT = "ultrascale checkpoint 1"
-LARGEST = 2**28  # bytes of checkpoint.json: it lists every part that every rank wrote
+MAX_MANIFEST_BYTES = 2**28  # checkpoint.json lists every part that every rank wrote
 _NAME = re.compile(r"step-(\d{6,})")
 ABANDONED = re.compile(r"abandoned-(\d{3,})")
 Sums = dict[str, list[tuple[int, int, int]]]
@@ -146,7 +146,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{CHECKPOINTS}/step-000100")
     path = folder / MANIFEST
     try:
-        text = read_text(path, LARGEST)
+        text = read_text(path, MAX_MANIFEST_BYTES)
     except OSError as error:
         foreign = (folder / ".metadata").exists()
         what = "is of another program" if foreign else "is not a checkpoint"

@@ -181,13 +181,13 @@ def from_checkpoint(
         job, training, settings = job.changed(**last.job), last.training, last.checkpoint
     given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
     _continues(given, source)
-    notes.extend(_stretched(given.training, source))
+    notes.extend(_learning_rate_notes(given.training, source))
     given = replace(given, notes=tuple(notes))
     changed = _changed(given, source, allowed | set(last.changed if last is not None else ()), first, report)
     return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder, changed=changed)
 
 
-def _stretched(training: Training, source: Checkpoint) -> Iterator[str]:
+def _learning_rate_notes(training: Training, source: Checkpoint) -> Iterator[str]:
     """A note when another number of steps changes the learning rates that follow."""
     from ultrascale.train.optimizer import learning_rate
 

@@ -7,7 +7,7 @@ from itertools import islice, product
 
 from ultrascale.cost import engines, legality
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.engine import OWN
+from ultrascale.specs.engine import OWN_ENGINE
 from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -27,14 +27,14 @@ def check(job: Job, layout: Layout, training: Training) -> None:
 
 def job_problem(job: Job) -> str | None:
     """Why the engine cannot run the job under any layout, with what to try; None if it can."""
-    return engines.job_problem(job, OWN)
+    return engines.job_problem(job, OWN_ENGINE)
 
 
 def layout_problem(job: Job, layout: Layout, training: Training) -> str | None:
     """The first reason why the layout cannot run, with what to try; None if it can."""
     return (
         legality.problem(job, layout)
-        or engines.layout_problem(job, layout, OWN)
+        or engines.layout_problem(job, layout, OWN_ENGINE)
         or next(_problems(job, layout, training), None)
     )
 
