@@ -21,32 +21,13 @@ from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
 from ultrascale.train.convert import ConversionResult, convert
 
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
 CONFIGS = {
-    "qwen2": transformers.Qwen2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        tie_word_embeddings=True,
-    ),
-    "mixtral": transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        num_local_experts=3,
-    ),
+    "qwen2": transformers.Qwen2Config(**SHAPE, intermediate_size=48, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(**SHAPE, intermediate_size=24, num_local_experts=3),
     "yarn-and-exact-gelu": transformers.LlamaConfig(
-        hidden_size=32,
+        **SHAPE,
         intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
         hidden_act="gelu",
         max_position_embeddings=64,
         rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},

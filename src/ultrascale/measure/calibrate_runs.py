@@ -17,7 +17,7 @@ from ultrascale.measure.accuracy.scores import measured_rate
 from ultrascale.measure.compare import load_run
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_named
-from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
+from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN, run_folders
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory, Measurement
@@ -74,7 +74,7 @@ def _runs_in(path: Path) -> Iterator[CalibrationRun]:
     elif (path / PLAN).is_file() or (path / MEASUREMENT).is_file():
         yield _folder(path)
     else:
-        inside = [each for each in sorted(path.iterdir()) if (each / PLAN).is_file() and (each / MEASUREMENT).is_file()]
+        inside = [run for run in sorted(run_folders(path)) if (run / MEASUREMENT).is_file()]
         if not inside:
             raise SpecError(
                 f"{path} holds no measured run: a run's folder has {PLAN} and, once all its steps are done, {MEASUREMENT}"

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from ultrascale.measure.verify_layouts import AXES, compositions, small_job
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, write_text
+from ultrascale.specs.folders import CHECKPOINTS, step_folder
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -171,7 +172,7 @@ class Program(BaseModel):
         for number, launch in enumerate(self.launches):
             source = f"--model {model} --out {run}" if number == 0 else f"--resume {run}"
             if launch.roll_back is not None and number:
-                source += f"/checkpoints/step-{launch.roll_back:06d}"
+                source += f"/{CHECKPOINTS}/{step_folder(launch.roll_back)}"
             ending = launch.ending()
             lines.append(
                 f"ultrascale train {source} --nproc {launch.layout.gpus} {' '.join(self.words(number))}"

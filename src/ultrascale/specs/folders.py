@@ -18,6 +18,17 @@ from ultrascale.specs.errors import SpecError
 # What is in a run's folder, by who reads it: planner, trainer, compare, report.
 PLAN, ENVIRONMENT, METRICS, MEASUREMENT = "plan.yaml", "env.json", "metrics.jsonl", "measurement.json"
 CHECKPOINTS, TRACES, REPORT, LOCK = "checkpoints", "traces", "report.html", ".lock"
+MANIFEST = "checkpoint.json"  # of a checkpoint; one without it is not complete
+STEP_FOLDER = re.compile(r"step-(\d{6,})")  # a checkpoint in `checkpoints`
+
+
+def step_folder(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The runs in a folder of runs: those of its folders that have a plan, in no order."""
+    return [one for one in folder.iterdir() if (one / PLAN).is_file()] if folder.is_dir() else []
 
 
 @contextmanager
