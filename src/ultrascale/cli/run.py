@@ -330,9 +330,9 @@ def convert(
     [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
     """
+    from ultrascale import convert as weights
     from ultrascale.launch import launcher
     from ultrascale.specs.units import GIB
-    from ultrascale.train import convert as weights
 
     with progress() as say:
         dest = weights.convert(

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from ultrascale.convert import ConversionResult, convert
 from ultrascale.model.hf_folder import HFFolder
 from ultrascale.specs import hf
 from ultrascale.specs.errors import SpecError
@@ -19,7 +20,6 @@ from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.model import RopeType
 from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
-from ultrascale.train.convert import ConversionResult, convert
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
 CONFIGS = {
@@ -171,7 +171,7 @@ def test_unconvertible_inputs_leave_no_files(theirs: Path, tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_reported_before_writing(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ultrascale.train.convert.free_bytes", lambda place: 1000)
+    monkeypatch.setattr("ultrascale.convert.free_bytes", lambda place: 1000)
     with pytest.raises(SpecError, match=r"its disk has 0\.00 GiB free"):
         convert(["hf", str(theirs), str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
