@@ -212,14 +212,14 @@ def families_of(text: str) -> set[str]:
 
 def test_help_and_docs_name_the_families_that_are_converted(run: Any) -> None:
     _, help_text, _ = run("convert", "--help")
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     known = {family.replace("_", "") for family in WRITTEN}
     assert families_of(help_text) == known
     assert families_of(page) == known
 
 
 def test_docs_name_the_scalings_and_activations_that_are_computed() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     rows = {row.split("|")[1].strip(): row.split("|")[2] for row in page.splitlines() if row.startswith("| `")}
     scalings = re.findall(r"`([^`]+)`", rows["`rope_scaling` or `rope_parameters`"])
     assert set(scalings) == {"default", *get_args(RopeType)}

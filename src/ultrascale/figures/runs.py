@@ -90,9 +90,9 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     return figure
 
 
-def lanes(intervals: StepIntervals, step: int = 0) -> go.Figure:
-    """One recorded step: computation, and communication by technique, one lane each."""
-    name, (start, end) = intervals.steps[step]
+def lanes(intervals: StepIntervals) -> go.Figure:
+    """The first recorded step: computation, and communication by technique, one lane each."""
+    name, (start, end) = intervals.steps[0]
     found: dict[str, Intervals] = {"computing": intervals.computing, "of it the optimizer": intervals.optimizer}
     for technique in dict.fromkeys(one.technique for one in intervals.communication):
         found[technique] = [(one.start, one.end) for one in intervals.communication if one.technique == technique]

@@ -90,7 +90,7 @@ def train(
             _write_folder(request, predicted, folder, goes_on, rank_info.launch)
             if request.goes_on_in(folder):
                 request = _record_rollback(request, folder)
-        outcome = _start(request, out, nproc, env_rank, peak, quiet, observe)
+        outcome = _start(request, out, env_rank, peak, quiet, observe)
     if outcome is None:
         return None
     if out is not None and outcome.measured is not None:
@@ -153,7 +153,6 @@ def is_restart(out: Path, rank_info: RankInfo) -> bool:
 def _start(
     request: Request,
     out: Path | None,
-    nproc: int | None,
     env_rank: RankInfo | None,
     peak: float | None,
     quiet: bool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ultrascale.specs.validate import build
 
 Progress = Callable[[str], None]
 LARGE_CLUSTER_GPUS = 256  # a search over more takes seconds, and these figures make many
+MAX_FRONT = 40  # layouts of a Pareto front
 MAX_SLOWDOWN = 4.0  # times the fastest: slower layouts of a large cluster are not on its front
 SEQUENCES_PER_GPU = 4  # in scaling curves: enough to fill a pipeline, few enough to show what communication costs
 
@@ -123,16 +124,15 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint,
     return tuple(points)
 
 
-def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: int = 40) -> tuple[tuple[Layout, Estimate], ...]:
+def front(job: Job) -> tuple[tuple[Layout, Estimate], ...]:
     """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit.
 
     On a large cluster: of the usual values of each field, and not much slower than the fastest.
     """
     large = job.cluster.gpus > LARGE_CLUSTER_GPUS
-    constraints = replace(LayoutConstraints.parse(fix, forbid), tried=searched(job.cluster.gpus).tried)
     machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
-    for group in cores(job, constraints):
+    for group in cores(job, searched(job.cluster.gpus)):
         columns = group.columns
         if large and found:
             longest_s = MAX_SLOWDOWN * min(step_s for step_s, _, _ in found)
@@ -153,7 +153,7 @@ def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: i
     if not found:
         return ()
     best = _undominated(np.asarray([one[0] for one in found]), np.asarray([one[1] for one in found]))
-    most = most // 2 if large else most
+    most = MAX_FRONT // 2 if large else MAX_FRONT
     selected = best if len(best) <= most else best[np.linspace(0, len(best) - 1, most).round().astype(int)]
     exact = [(found[i][2], estimate(job, found[i][2])) for i in selected]
     order = _undominated(np.asarray([e.step_time_s for _, e in exact]), np.asarray([e.peak_gib for _, e in exact]))

@@ -82,9 +82,9 @@ def read_named(path: Path, what: str, advice: str, most: int = MAX_BYTES) -> str
         raise SpecError(f"{what} {reason_of(error)}: {advice}") from None
 
 
-def read_mapping(path: Path, what: str, most: int = MAX_BYTES) -> dict[str, Any]:
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; SpecError, with the line, when it is not one."""
-    text = read_named(path, f"{what} file {path}", "expected a YAML or JSON file", most)
+    text = read_named(path, f"{what} file {path}", "expected a YAML or JSON file", MAX_BYTES)
     form: Form = "JSON" if path.suffix.lower() == ".json" else "YAML"
     return mapping_of(text, f"{what} file {path}", form)
 
