@@ -75,7 +75,7 @@ def test_the_gate_bound_holds_and_is_tight() -> None:
     generator = torch.Generator().manual_seed(0)
     grad, both = torch.randn(64, 32, generator=generator), 3 * torch.randn(64, 64, generator=generator)
     gated, of_both = float8_block.gate_cast(both)
-    to_both, turned, again = float8_block.gate_backward_cast(grad, both, of_both, float8_block.of_rows(gated))
+    to_both, turned, again = float8_block.gate_backward_cast(grad, both, of_both, float8_block.amax_bound(gated))
     largest = float(to_both.data.float().abs().max())
     assert torch.finfo(E5M2).max / 64 < largest < torch.finfo(E5M2).max
     wanted, output = fused.gate_backward(grad, both)
@@ -87,8 +87,8 @@ def test_the_gate_bound_holds_and_is_tight() -> None:
 def test_a_tensor_has_the_largest_scale_of_its_rows() -> None:
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 5).unsqueeze(1)
     rows = float8_block.cast_rows(x)
-    whole = float8_block.cast_transposed(x, float8_block.of_rows(rows))
-    assert whole.scale == rows.scale.max() == float8_block.cast_transposed(x, float8_block.largest(x)).scale
+    whole = float8_block.cast_transposed(x, float8_block.amax_bound(rows))
+    assert whole.scale == rows.scale.max() == float8_block.cast_transposed(x, float8_block.amax(x)).scale
     assert whole.data.shape == (32, 5)
     assert torch.equal(whole.data.float().t()[-1] * whole.scale, rows.data.float()[-1] * rows.scale[-1])
 

@@ -91,7 +91,7 @@ def test_gate_cast(width: int, kernels: ModuleType) -> None:
 @pytest.mark.parametrize(("rows", "columns"), TILES)
 def test_casts_of_tiles(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
     x = numbers(rows, columns, size=3e-4, kind=kind)
-    largest = float8_block.largest(x)
+    largest = float8_block.amax(x)
     same_operand(*kernels.cast_transposed(*there(x, largest), NARROW), float8_block.cast_transposed(x, largest))
     out, turned, scale = kernels.cast_and_transpose(*there(x, largest), WIDE)
     kept, other = float8_block.cast_and_transpose(x)
@@ -104,7 +104,7 @@ def test_casts_of_tiles(rows: int, columns: int, kind: torch.dtype, kernels: Mod
 def test_a_norm_is_recomputed_transposed(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
     x, gain = numbers(rows, columns, kind=kind), numbers(columns, seed=1, kind=kind)
     _, normed, roots = float8_block.norm_cast(x, None, gain, 1e-5)
-    largest = float8_block.of_rows(normed)
+    largest = float8_block.amax_bound(normed)
     turned, scale = kernels.cast_transposed(*there(x, largest), NARROW, norm=tuple(there(roots, gain)))
     _, _, wanted = float8_block.norm_backward_cast(torch.zeros_like(x), x, roots, gain, x, largest)
     same_operand(turned, scale, wanted, FEW[kind])
@@ -115,7 +115,7 @@ def test_a_norm_is_recomputed_transposed(rows: int, columns: int, kind: torch.dt
 def test_gate_backward_cast(rows: int, width: int, kind: torch.dtype, kernels: ModuleType) -> None:
     grad, both = numbers(rows, width, size=1e-5, kind=kind), numbers(rows, 2 * width, seed=1, kind=kind)
     gated, of_both = float8_block.gate_cast(both)
-    scales = float8_block.largest(grad), of_both, float8_block.of_rows(gated)
+    scales = float8_block.amax(grad), of_both, float8_block.amax_bound(gated)
     kept, turned, again, scale, gated_scale = kernels.gate_backward_cast(*there(grad, both, *scales), (WIDE, NARROW))
     wanted = float8_block.gate_backward_cast(grad, both, *scales[1:])
     for data, of_data, operand in zip((kept, turned, again), (scale, scale, gated_scale), wanted, strict=True):

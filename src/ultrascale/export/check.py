@@ -88,12 +88,12 @@ def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:
 def _changed_field(
     job: Job, layout: Layout, planned: Estimate, name: str, wanted: object, value: object, engine: EngineFormat
 ) -> ChangedField:
-    room, _, field = name.partition(".")
-    changed_job = job.changed(**{field: value}) if room == "job" and field != "seq" else job
-    changed = layout.changed(**{field: value}) if room == "layout" else layout
-    general = engine.lost.get("model.*") if room == "model" else None
+    section, _, field = name.partition(".")
+    changed_job = job.changed(**{field: value}) if section == "job" and field != "seq" else job
+    changed = layout.changed(**{field: value}) if section == "layout" else layout
+    general = engine.lost.get("model.*") if section == "model" else None
     why = engine.lost.get(name) or general or f"{engine.title} has no such setting"
-    if room == "model" or problem(changed_job, changed) is not None:
+    if section == "model" or problem(changed_job, changed) is not None:
         return ChangedField(name, str(wanted), str(value), why)
     return ChangedField(name, str(wanted), str(value), why, *_change(planned, estimate(changed_job, changed)))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
 from ultrascale.measure.accuracy.scores import ScoredRun
-from ultrascale.measure.trace_steps import Intervals, StepIntervals, both
+from ultrascale.measure.trace_steps import Intervals, StepIntervals, intersection
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -100,7 +100,7 @@ def lanes(intervals: StepIntervals) -> go.Figure:
     computing = ("computing", "of it the optimizer")
     for lane, times in found.items():
         colour = style.COLORS["computing" if lane == "computing" else "host" if lane in computing else "communication"]
-        drawn = _joined(both(times, [(start, end)]), FINEST * (end - start))
+        drawn = _joined(intersection(times, [(start, end)]), FINEST * (end - start))
         figure.add_bar(
             name=lane,
             orientation="h",

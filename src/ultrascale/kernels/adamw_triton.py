@@ -46,7 +46,7 @@ def _step(  # type: ignore[no-untyped-def]
             tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
 
 
-def changing(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
+def step_inputs(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
     """The inputs of the kernel that differ between updates; `updates` counts this one.
 
     The kernel reads them from memory, so that a replayed CUDA graph gets the new values.
@@ -66,7 +66,7 @@ def step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One update of a weight, its moments and its copy, all contiguous; `now`: the result of `changing`, on the same device.
+    """One update of a weight, its moments and its copy, all contiguous; `now`: the result of `step_inputs`, on the same device.
 
     An int16 master is the lower half of fp32 values whose upper half is the copy.
     """
@@ -85,7 +85,7 @@ def step(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _squares(gradient, sums, size, BLOCKS_PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_of_squares(gradient, sums, size, BLOCKS_PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCKS_PER_PROGRAM * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -100,7 +100,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     programs = [triton.cdiv(gradient.numel(), BLOCKS_PER_PROGRAM * BLOCK) for gradient in gradients]
     sums = torch.empty(sum(programs), dtype=torch.float32, device=gradients[0].device)
     for gradient, part, count in zip(gradients, torch.split(sums, programs), programs, strict=True):
-        _squares[(count,)](
+        _sum_of_squares[(count,)](
             gradient, part, gradient.numel(), BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, BLOCK=BLOCK, num_warps=WARPS
         )
     return sums.sum()

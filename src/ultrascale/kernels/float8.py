@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.kernels import loss
-from ultrascale.kernels.float8_block import Float8Block, cast_rows, cast_transposed, of_rows
+from ultrascale.kernels.float8_block import Float8Block, amax_bound, cast_rows, cast_transposed
 from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
@@ -146,7 +146,7 @@ class _LinearCrossEntropy(LinearCrossEntropy):
             for data, scale, wanted, lost in _split(parts, chunk):
                 loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
-        transposed, of_hidden = cast_transposed(weight, of_rows(table)), of_rows(narrow)
+        transposed, of_hidden = cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
         for rows, *group in _split((hidden, *parts, grad_hidden), CHUNKS_PER_GEMM * chunk):

@@ -66,7 +66,7 @@ class Float8Weight(Tensor):
         raise NotImplementedError(f"{func} wants the wide numbers of a weight that was gathered in fp8")
 
 
-def stacked(weights: Sequence[Float8Weight]) -> Float8Weight:
+def concatenate(weights: Sequence[Float8Weight]) -> Float8Weight:
     """Concatenates matrices that share a scale along their rows."""
     return Float8Weight(torch.cat([weight.fp8 for weight in weights]), weights[0].scale, weights[0].dtype)
 
@@ -167,10 +167,10 @@ def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool
     rows, summed = x.shape
     if is_weight:
         squares = x.reshape(rows // FP8_BLOCK, FP8_BLOCK, summed // FP8_BLOCK, FP8_BLOCK)
-        factor = factor_below(squares.abs().amax((1, 3)), dtype)
+        factor = power_of_two_scale(squares.abs().amax((1, 3)), dtype)
         return GemmOperand(_cast(squares, factor[:, None, :, None], dtype).view(x.shape), factor.reciprocal())
     blocks = x.reshape(rows, summed // FP8_BLOCK, FP8_BLOCK)
-    factor = factor_below(blocks.abs().amax(-1), dtype)
+    factor = power_of_two_scale(blocks.abs().amax(-1), dtype)
     # The kernel reads these scales column by column.
     return GemmOperand(_cast(blocks, factor.unsqueeze(-1), dtype).view(x.shape), factor.reciprocal().t().contiguous().t())
 
@@ -186,24 +186,24 @@ def quantise_transposed(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_w
 def multiply(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """left [m, k] · right [n, k]ᵀ. `fast` accumulates in the matrix unit, which keeps fewer bits of the partial sums."""
     if left.data.device.type == "cpu":
-        return _wide(left, dtype) @ _wide(right, dtype).t()
+        return _dequantize(left, dtype) @ _dequantize(right, dtype).t()
     return torch._scaled_mm(left.data, right.data.t(), left.scale, right.scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def to_fp8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> GemmOperand:
     """x in fp8, with a scale computed from its largest entries."""
-    factor = factor_below(largest, dtype)
+    factor = power_of_two_scale(largest, dtype)
     return GemmOperand(_cast(x, factor, dtype), factor.reciprocal())
 
 
-def _wide(operand: GemmOperand, dtype: torch.dtype) -> Tensor:
+def _dequantize(operand: GemmOperand, dtype: torch.dtype) -> Tensor:
     data, scale = operand
     for dimension in range(scale.dim()):
         scale = scale.repeat_interleave(data.shape[dimension] // scale.shape[dimension], dimension)
     return (data.float() * scale).to(dtype)
 
 
-def factor_below(largest: Tensor, dtype: torch.dtype) -> Tensor:
+def power_of_two_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two that scales `largest` to just below the format's maximum.
 
     A power of two changes exponents but not fractions, so that a value rounds the same whatever other values share its scale.

@@ -19,8 +19,8 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ultrascale.launch.exit_reason import LOST
-from ultrascale.launch.heartbeat import Heartbeat, RankStatus, silent
+from ultrascale.launch.exit_reason import LOST_PEER_MESSAGES
+from ultrascale.launch.heartbeat import Heartbeat, RankStatus, silent_ranks
 from ultrascale.launch.rank_info import MAX_NAMED_RANKS
 from ultrascale.parallel.comm import AsyncCollective, Axis
 from ultrascale.parallel.torch_private import op_name
@@ -47,7 +47,7 @@ _NAMES = {
 
 def lost_a_peer(error: BaseException) -> bool:
     """Whether another rank, or the connection to it, is what failed."""
-    return any(word in str(error) for word in LOST)
+    return any(word in str(error) for word in LOST_PEER_MESSAGES)
 
 
 class Watchdog:
@@ -132,8 +132,8 @@ class Watchdog:
         disk = _SilenceDetector(self._timeout_s)
         while not self._sleep():
             still_s = time.monotonic() - self._progress_at
-            if self._waits_for_disk and (silent_ranks := disk.ranks(self._read)):
-                self._on_stuck(self._report_silent(silent_ranks))
+            if self._waits_for_disk and (stuck := disk.ranks(self._read)):
+                self._on_stuck(self._report_silent(stuck))
                 os._exit(1)
             if still_s < self._timeout_s / 2:
                 reads = []
@@ -206,22 +206,22 @@ class Watchdog:
         if not now:
             return ["Other ranks of this step say who holds everybody up."]
         others = {rank: status for rank, status in now.items() if rank != self._rank}
-        silent_ranks = silent(before, others)
+        hung = silent_ranks(before, others)
         never = [rank for rank in range(self._world) if rank not in now and rank != self._rank]
-        late = [rank for rank in others if rank not in silent_ranks and others[rank].step < self._status.step]
+        late = [rank for rank in others if rank not in hung and others[rank].step < self._status.step]
         elsewhere = [
             rank
             for rank in others
-            if rank not in silent_ranks and others[rank].step == self._status.step and others[rank].doing != self._status.doing
+            if rank not in hung and others[rank].step == self._status.step and others[rank].doing != self._status.doing
         ]
         lines = [
-            *self._lines(silent_ranks, now, "is silent: stopped, dead or out of reach; it last said"),
+            *self._lines(hung, now, "is silent: stopped, dead or out of reach; it last said"),
             *self._lines(never, now, "never said anything: it did not start, or cannot be reached"),
             *self._lines(late, now, "is behind:"),
             *self._lines(elsewhere, now, "is elsewhere:"),
         ]
-        if silent_ranks or never:
-            lines.append(_advice(silent_ranks + never))
+        if hung or never:
+            lines.append(_advice(hung + never))
         elif not lines:
             lines.append(f"{ALL_RANKS_AGREE}: the collective itself failed, or ranks disagree about its shape or type.")
         return lines

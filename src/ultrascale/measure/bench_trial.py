@@ -130,7 +130,7 @@ def _wait(
 def _in_child(request: Request, folder: Path, predict: Cluster | None, pipe: Connection, scratch: str, parent: int) -> None:
     """In the fresh process: train, and send the result through the pipe."""
     os.setpgid(0, 0)
-    local.end_with(parent)
+    local.die_with_parent(parent)
     tempfile.tempdir = scratch  # the parent removes what a killed trial leaves
     answer: TrialResult | TrialFailure
     try:

@@ -85,14 +85,14 @@ def bounds(field: str) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Base:
+class InitialConstants:
     """The constants of one machine before the fit."""
 
     cluster: Cluster
     values: Mapping[str, float]
 
     @classmethod
-    def of(cls, job: Job) -> Base:
+    def of(cls, job: Job) -> InitialConstants:
         fields = [field for constant in CONSTANTS for field in constant.fields]
         return cls(job.cluster, {field: max(value(job, field), bounds(field)[0]) for field in fields})
 
@@ -100,7 +100,7 @@ class Base:
         on_host = constant.on_host if self.cluster.efficiency.synchronous else None
         return constant.prior if on_host is None else on_host
 
-    def moved(self, constant: Constant, by: float) -> dict[str, float]:
+    def shifted(self, constant: Constant, by: float) -> dict[str, float]:
         """The constant's fields with their logarithms shifted, within bounds."""
 
         def within(field: str) -> float:
@@ -109,13 +109,13 @@ class Base:
 
         return {field: within(field) for field in constant.fields}
 
-    def room(self, constant: Constant) -> tuple[float, float]:
+    def shift_bounds(self, constant: Constant) -> tuple[float, float]:
         """How far the logarithm may shift before a field reaches a bound."""
         low = max(math.log(bounds(field)[0] / self.values[field]) for field in constant.fields)
         return low, min(math.log(bounds(field)[1] / self.values[field]) for field in constant.fields)
 
     def changed(self, moves: Mapping[Constant, float]) -> Efficiency:
-        given = {field: one for constant, by in moves.items() if by for field, one in self.moved(constant, by).items()}
+        given = {field: one for constant, by in moves.items() if by for field, one in self.shifted(constant, by).items()}
         return self.cluster.efficiency.model_copy(update={name: float(f"{one:.4g}") for name, one in given.items()})
 
     def job(self, job: Job, efficiency: Efficiency) -> Job:
@@ -126,7 +126,7 @@ class Base:
 
 
 Floats = NDArray[np.float64]
-Moves = dict[Constant, float]
+LogShifts = dict[Constant, float]
 
 NOISE = 0.01  # between two identical runs on an H200 that are not host-bound
 NOISE_ON_HOST = 0.05  # on two cores of a shared machine, at least
@@ -143,7 +143,7 @@ REFIT_ROUNDS = 3  # rounds of a refit that starts from the fit of all runs
 class StepTimeModel:
     """Predicted logarithms of step times, cached."""
 
-    def __init__(self, base: Base, runs: Sequence[CalibrationRun]) -> None:
+    def __init__(self, base: InitialConstants, runs: Sequence[CalibrationRun]) -> None:
         self.base, self.runs = base, runs
         self._known: dict[tuple[int, Efficiency], float] = {}
         everyone = range(len(runs))
@@ -154,7 +154,7 @@ class StepTimeModel:
         """constants on which some step time depends"""
 
     def _far(self, constant: Constant) -> float:
-        low, high = self.base.room(constant)
+        low, high = self.base.shift_bounds(constant)
         return min(MAX_LOG_SHIFT, high) if high > -low else max(-MAX_LOG_SHIFT, low)
 
     def logs(self, moves: Mapping[Constant, float], of: Sequence[int]) -> Floats:
@@ -169,7 +169,7 @@ class StepTimeModel:
 
 @dataclass(frozen=True)
 class FitResult:
-    moves: Moves
+    moves: LogShifts
     """of the constants that were fitted"""
     known: dict[Constant, float]
     """uncertainty of each logarithm"""
@@ -189,7 +189,7 @@ def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
     return FitResult({constant: moves[constant] for constant in again}, known, why)
 
 
-def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Moves, list[Constant]]:
+def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[LogShifts, list[Constant]]:
     """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
     determined, _, _ = _determined(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in determined]
@@ -206,26 +206,26 @@ def _weights(model: StepTimeModel, of: Sequence[int], residual: Floats) -> Float
     return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (HUBER_THRESHOLD * noise)))
 
 
-def _cost(model: StepTimeModel, of: Sequence[int], moves: Moves) -> float:
+def _cost(model: StepTimeModel, of: Sequence[int], moves: LogShifts) -> float:
     """Robust: linear where a run is far off."""
     residual = _measured(model, of) - model.logs(moves, of)
     pulled = sum((by / model.base.prior(constant)) ** 2 for constant, by in moves.items())
     return float(_weights(model, of, residual) @ residual**2) + pulled
 
 
-def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> Moves:
+def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> LogShifts:
     """First guesses of times that may be orders of magnitude away, where the derivative is zero: launches that are hidden.
 
     The constant that explains most goes first, so that an operator's overhead does not stand for a latency of communication.
     """
-    moves: Moves = {}
+    moves: LogShifts = {}
     wide = [constant for constant in model.influential if model.base.prior(constant) >= 1]
     cost = _cost(model, of, moves)
     places = [
         (constant, by)
         for constant in wide
         for by in (0.0, *INITIAL_LOG_SHIFTS)
-        if model.base.room(constant)[0] <= by <= model.base.room(constant)[1]
+        if model.base.shift_bounds(constant)[0] <= by <= model.base.shift_bounds(constant)[1]
     ]
     while places:
         tried = [{**moves, constant: by} for constant, by in places]
@@ -236,19 +236,19 @@ def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> Moves:
     return {constant: by for constant, by in moves.items() if by}
 
 
-def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: Moves, constants: Sequence[Constant]) -> Floats:
+def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: LogShifts, constants: Sequence[Constant]) -> Floats:
     """d log(step) / d log(constant), a column each."""
     here = model.logs(moves, of)
     columns = []
     for constant in constants:
-        by, high = moves.get(constant, 0.0), model.base.room(constant)[1]
+        by, high = moves.get(constant, 0.0), model.base.shift_bounds(constant)[1]
         step = DERIVATIVE_STEP if by + DERIVATIVE_STEP <= high else -DERIVATIVE_STEP
         columns.append((model.logs({**moves, constant: by + step}, of) - here) / step)
     return np.stack(columns, axis=1) if columns else np.zeros((len(of), 0))
 
 
 def _determined(
-    model: StepTimeModel, of: Sequence[int], moves: Moves, most: int | None = None
+    model: StepTimeModel, of: Sequence[int], moves: LogShifts, most: int | None = None
 ) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
     """The constants that the runs determine, the uncertainty of each, and why the others are not determined.
 
@@ -294,12 +294,12 @@ def _confounded_with(info: Floats, inside: Sequence[int], k: int, prior: Sequenc
     return inside[int(np.argmax(alike))]
 
 
-def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = MAX_ROUNDS) -> Moves:
+def _solve(model: StepTimeModel, of: Sequence[int], moves: LogShifts, rounds: int = MAX_ROUNDS) -> LogShifts:
     constants = list(moves)
     if not constants:
         return {}
     prior = np.asarray([model.base.prior(constant) for constant in constants])
-    room = np.asarray([model.base.room(constant) for constant in constants])
+    room = np.asarray([model.base.shift_bounds(constant) for constant in constants])
     best, cost = dict(moves), _cost(model, of, moves)
     for _ in range(rounds):
         theta = np.asarray([best[constant] for constant in constants])

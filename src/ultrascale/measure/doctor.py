@@ -310,10 +310,10 @@ def plan_processes(plan: Plan, facts: MachineFacts) -> Verdict:
         return "ok", f"{here} GPUs, as each of the {nodes} hosts must have: {start}, on each"
     layout = plan.layout
     sum_ = f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {needed} but there are {here} {whose}"
-    return "bad", sum_, _instead(plan, here) or f"start {needed} processes"
+    return "bad", sum_, _layouts_that_work(plan, here) or f"start {needed} processes"
 
 
-def _instead(plan: Plan, here: int) -> str:
+def _layouts_that_work(plan: Plan, here: int) -> str:
     cluster = plan.job.cluster.model_copy(update={"nodes": 1, "gpus_per_node": here})
     job = plan.job.changed(cluster=cluster)
     found = [str(one) for one in islice(supported.alternatives(job, plan.layout, Training()), 2)]

@@ -95,7 +95,9 @@ def check_program(program: Program) -> ProgramResult:
         try:
             histories = execute(program, run)
             verdict: ProgramResult
-            (verdict,) = local.run(_judge, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
+            (verdict,) = local.run(
+                _compare_with_reference, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S
+            )
         except (RunError, SpecError) as failure:
             verdict = ProgramResult(program, math.inf, problem=str(failure).strip().splitlines()[-1])
     return replace(verdict, seconds=time.monotonic() - began)
@@ -189,7 +191,7 @@ class _PlannedEnd(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _judge(
+def _compare_with_reference(
     rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path
 ) -> ProgramResult:
     """Compare the run's files with a reference that this process computes."""
@@ -215,7 +217,7 @@ def _judge(
                 found = (*reference.bounds.excess(key, value, whole[key]), history.launch_of(int(key.split("/")[0])))
                 errors[key] = max(found, errors.get(key, found))
 
-    final = [*_metrics(rows), *_kept(checkpoint.latest(run), STEPS)]
+    final = [*_metrics(rows), *_checkpoint_tensors(checkpoint.latest(run), STEPS)]
     if unknown := sorted({key for key, _ in final} ^ set(whole)):
         return ProgramResult(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
     compare(history, final)
@@ -255,7 +257,7 @@ def _metrics(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
+def _checkpoint_tensors(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     """Weights and optimizer states of a checkpoint, whole."""
     tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, dict[str, TensorSlice]] = {}
@@ -271,7 +273,7 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     return list(tensors.items())
 
 
-def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
+def shrink(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
     """The shortest program found that still fails."""
     best, tries = failed, 0
     while tries < MAX_SHRINK_TRIES:
@@ -288,10 +290,10 @@ def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: N
                 break
         else:
             break
-    return replace(best, where=_located(best))
+    return replace(best, where=_first_difference(best))
 
 
-def _located(failed: ProgramResult) -> str:
+def _first_difference(failed: ProgramResult) -> str:
     """The first module that differs, in the first step that differs."""
     if failed.first is None:
         return ""

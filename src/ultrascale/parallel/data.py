@@ -214,7 +214,7 @@ def _int8_mean_start(flat: torch.Tensor, axis: Axis) -> AsyncCollective[torch.Te
     code, scale = _quantize(received.view(axis.size, blocks, BLOCK).mean(dim=0))
     whole = comm.all_gather(code, axis).float() * comm.all_gather(scale, axis)
     flat.copy_(whole.view(-1)[: flat.numel()])
-    return comm.done(flat, axis)
+    return comm.completed(flat, axis)
 
 
 def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

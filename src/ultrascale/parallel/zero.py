@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ultrascale.kernels.float8_gemm import E4M3, Float8Weight, factor_below
+from ultrascale.kernels.float8_gemm import E4M3, Float8Weight, power_of_two_scale
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, torch_private
 from ultrascale.parallel.comm import Axis
@@ -203,7 +203,7 @@ class Float8GatherScales:
         group_max = torch.zeros_like(self.factors).scatter_reduce_(0, self.group_indices, own, "amax")
         # Rounded to the compute dtype, as the weights themselves are before they are cast to fp8.
         largest = comm.all_reduce(group_max, self.axis, op="max").to(self.compute)
-        self.factors.copy_(factor_below(largest, E4M3))
+        self.factors.copy_(power_of_two_scale(largest, E4M3))
         self.scales.copy_(self.factors.reciprocal())
 
 

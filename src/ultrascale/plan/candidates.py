@@ -31,7 +31,7 @@ Objective = Literal["throughput", "cost", "memory"]  # the fastest step, the lea
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 # What `--forbid cp` leaves: the value at which the technique is off.
-OFF: dict[str, Any] = {
+DISABLED_VALUES: dict[str, Any] = {
     **dict.fromkeys((*DEGREES, "virtual_stages", "mbs", "gas"), 1),
     "zero": 0,
     "zero_shards": None,
@@ -80,13 +80,13 @@ class LayoutConstraints:
                 name, value = _pair(text, "--forbid")
                 forbidden[name] = (*forbidden.get(name, ()), field_value(name, value))
                 continue
-            if text not in OFF and text in CHOICES:
+            if text not in DISABLED_VALUES and text in CHOICES:
                 raise SpecError(f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}")
-            if text not in OFF:
+            if text not in DISABLED_VALUES:
                 field_value(text, "")  # an unknown name has its own sentence
-            if text in fixed and fixed[text] != OFF[text]:
+            if text in fixed and fixed[text] != DISABLED_VALUES[text]:
                 raise SpecError(f"--fix {text}={_shown(fixed[text])} and --forbid {text} contradict each other: drop one")
-            fixed[text] = OFF[text]
+            fixed[text] = DISABLED_VALUES[text]
         for name, values in forbidden.items():
             if fixed.get(name) in values and name in fixed:
                 value = _shown(fixed[name])
@@ -291,7 +291,8 @@ def why_empty(job: Job, constraints: LayoutConstraints) -> str:
         layout = Layout.model_construct(**{**Layout().model_dump(), **pinned})
         row = LayoutColumns.of([layout])
         for name, value in pinned.items():
-            if value != OFF.get(name) and (sentence := engines.value_problem(job.framework.engine, name, value)) is not None:
+            sentence = engines.value_problem(job.framework.engine, name, value)
+            if sentence is not None and value != DISABLED_VALUES.get(name):
                 return f"{sentence}, or another --framework"
         for rule in (*RULES, *engines.rules(job.framework.engine)):
             if set(rule.fields) <= set(pinned) and not rule.holds(job, row)[0]:

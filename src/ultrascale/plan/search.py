@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts, memory_limit_gib
+from ultrascale.cost.estimate import DraftEstimate, MemoryDraft, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, fastest, rank, why_empty
@@ -215,8 +215,8 @@ def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib:
     those that do not fit, if none does.
     """
     candidates = _limit_variants(best)
-    fitting: list[StageFill] = []
-    over: list[StageFill] = []
+    fitting: list[MemoryDraft] = []
+    over: list[MemoryDraft] = []
     while candidates:
         rows = len({_row_key(one.view.job, one.view.layout) for one in fitting})
         count = max(top - rows, SIMULATED_AT_LEAST - len(fitting))
@@ -260,9 +260,9 @@ def _rows(simulated: list[DraftEstimate]) -> list[list[DraftEstimate]]:
     return list(rows.values())
 
 
-def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[StageFill]:
+def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[MemoryDraft]:
     """In the order given; those of one cluster together."""
-    found: dict[int, StageFill] = {}
+    found: dict[int, MemoryDraft] = {}
     for job in {id(job): job for job, _ in layouts}.values():
         numbers = [number for number, (one, _) in enumerate(layouts) if one is job]
         found.update(zip(numbers, memory_drafts(job, [layouts[number][1] for number in numbers]), strict=True))

@@ -12,7 +12,7 @@ from ultrascale.plan import Result
 from ultrascale.plan.advice import LORA_RANK
 from ultrascale.plan.reasons import MAIN_REASONS
 from ultrascale.plan.search import VirtualStageVariant
-from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, picked, table
+from ultrascale.show.lines import NARROW, attributes, bullets, compact, count_of, heading, labelled, notes, table
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
@@ -171,19 +171,19 @@ def as_json(result: Result) -> dict[str, Any]:
     """The output of `plan --json`."""
     no_fit = result.no_fit
     return {
-        **picked(result, "evaluated", "fitting", "seconds", "notes"),
+        **attributes(result, "evaluated", "fitting", "seconds", "notes"),
         "plans": [
             {
                 "gpus": one.job.cluster.gpus,
-                **picked(one, "layout", "estimate", "reasons", "rejected"),
+                **attributes(one, "layout", "estimate", "reasons", "rejected"),
                 "variants": [variant._asdict() for variant in variants],
             }
             for one, variants in zip(result.plans, result.variants, strict=True)
         ],
-        "alternatives": [{"kind": kind, **picked(plan, "layout", "estimate")} for kind, plan in result.alternatives],
+        "alternatives": [{"kind": kind, **attributes(plan, "layout", "estimate")} for kind, plan in result.alternatives],
         "no_fit": no_fit
         and {
-            **picked(no_fit, "layout", "peak_gib", "capacity_gib", "lora_gib"),
-            "changes": [{**picked(one, "text", "layout"), "peak_gib": one.estimate.peak_gib} for one in no_fit.changes],
+            **attributes(no_fit, "layout", "peak_gib", "capacity_gib", "lora_gib"),
+            "changes": [{**attributes(one, "text", "layout"), "peak_gib": one.estimate.peak_gib} for one in no_fit.changes],
         },
     }

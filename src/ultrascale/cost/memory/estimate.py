@@ -288,7 +288,7 @@ def peaks(view: LayoutRows) -> list[Peak]:
     # Beyond four rounds the list only repeats itself, and what is in flight no longer grows (AFAB holds everything).
     enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _steady_state(layout))
     actions = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    points = [point for point in _action_points(view, first, steady, actions) if point.there.any()]
+    points = [point for point in _action_points(view, first, steady, actions) if point.reached.any()]
     others = OtherChunks.of(view, steady, actions) if allocates else None
     totals = np.stack([point.totals(actions, others) for point in points], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
@@ -313,7 +313,7 @@ class _ActionPoint:
     """A point that some actions of the ranks have: ranks × actions."""
 
     name: str
-    there: Array
+    reached: Array
     """which actions have it"""
     in_flight: Array
     """activations in flight meanwhile"""
@@ -326,7 +326,7 @@ class _ActionPoint:
         top = self.steady.total[actions.stage]
         if others is not None:
             top = np.where(actions.begun, top, self.first.total[actions.stage]) + others.gradients + others.buffers
-        return np.where(self.there, self.in_flight + top, -np.inf)
+        return np.where(self.reached, self.in_flight + top, -np.inf)
 
     def peak(self, actions: InFlightCounts, others: OtherChunks | None, rank: int, action: int, chunks: Array) -> Peak:
         at = rank, action
