@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultrascale.specs.checkpointing import Checkpointing
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import CHECKPOINTS, MANIFEST, STEP_FOLDER, step_folder, sync_folder
 from ultrascale.specs.job import Job
@@ -285,7 +285,7 @@ def write_weights(
         folder.mkdir(parents=True)
         save(pieces, folder, lambda sums: commit(run, state, sums), None)
     except OSError as error:
-        raise SpecError(f"{run} cannot be written ({(error.strerror or str(error)).lower()}): name another folder") from None
+        raise SpecError(f"{run} cannot be written ({os_reason(error)}): name another folder") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return run / CHECKPOINTS / step_folder(0)
