@@ -71,10 +71,8 @@ def overlap() -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     peak = make_job("llama-3-8b", "8xh100", 8192, 8).peak_flops
     for place, bandwidth in (("NVLink", 450e9), ("network", 50e9)):
-        series[f"DP, {place}"] = [(n, cheatsheet.data_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens]
-        series[f"ZeRO-2, {place}"] = [
-            (n, cheatsheet.zero_2_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens
-        ]
+        series[f"DP, {place}"] = [(n, cheatsheet.data_ratio(64, 1.0, n, peak, bandwidth).corrected) for n in tokens]
+        series[f"ZeRO-2, {place}"] = [(n, cheatsheet.zero_2_ratio(64, 1.0, n, peak, bandwidth).corrected) for n in tokens]
     ticks = {float(count): f"{count:,}" for count in tokens}
     title = "Transfer over computing, 64 H100: below 1 the reduction of gradients can hide"
     unit = "tokens of a rank's last micro-batch"

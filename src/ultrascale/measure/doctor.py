@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from ultrascale.cost.estimate import estimate
@@ -315,9 +314,8 @@ def plan_processes(plan: Plan, facts: MachineFacts) -> Verdict:
 
 def _layouts_that_work(plan: Plan, here: int) -> str:
     cluster = plan.job.cluster.model_copy(update={"nodes": 1, "gpus_per_node": here})
-    job = plan.job.changed(cluster=cluster)
-    found = [str(one) for one in islice(supported.alternatives(job, plan.layout, Training()), 2)]
-    return f"with {here} these work: {'; '.join(found)}" if found else ""
+    found = supported.suggestions(plan.job.changed(cluster=cluster), plan.layout, Training())
+    return f"with {here} these work: {found}" if found else ""
 
 
 def _rank_info(facts: MachineFacts) -> RankInfo | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -407,9 +406,9 @@ def _resized(cluster: Cluster, world: int) -> Cluster:
 
 
 def _world_sentence(job: Job, layout: Layout, training: Training, world: int) -> str:
-    found = [str(one) for one in islice(supported.alternatives(job, layout, training), 2)]
+    found = supported.suggestions(job, layout, training)
     here = "one process" if world == 1 else f"{world} processes"
-    hint = f"; with {here} these work: {'; '.join(found)}" if found else ""
+    hint = f"; with {here} these work: {found}" if found else ""
     return (
         f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus} but there "
         f"{'is' if world == 1 else 'are'} {here}: start {layout.gpus} with --nproc {layout.gpus} (or torchrun){hint}"
