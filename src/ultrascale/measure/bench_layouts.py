@@ -23,7 +23,7 @@ from ultrascale.plan.search import plan as search
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError, divisors, nearest
 from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.layout import Layout, field_value
+from ultrascale.specs.layout import DEGREES, Layout, field_value
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.validate import shown
 from ultrascale.train import supported
@@ -160,7 +160,7 @@ def _requested(words: str, base: Request) -> Iterator[tuple[str, list[Any]]]:
 
 def _values(name: str, base: Request) -> list[Any]:
     """All values of a field; whether the engine runs them is checked later."""
-    if name in ("dp", "tp", "pp", "cp", "ep"):
+    if name in DEGREES:
         return divisors(base.layout.gpus)
     if name in ("mbs", "gas"):
         each = base.job.sequences // base.layout.dp

@@ -15,15 +15,14 @@ from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job, Precision
-from ultrascale.specs.layout import ContextParallel, Layout, Recompute
+from ultrascale.specs.layout import DEGREES, ContextParallel, Layout, Recompute
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.train.request import Overrides, from_plan
 from ultrascale.train.supported import factors, layout_problem
 
-AXES = ("dp", "tp", "pp", "cp", "ep")
-TECHNIQUES = (*AXES, "zero", "recompute")
+TECHNIQUES = (*DEGREES, "zero", "recompute")
 _CONTEXT, _RECOMPUTE = get_args(ContextParallel), get_args(Recompute)
 _DATA = ("bucketed", "hooks", "naive", "ddp")
 

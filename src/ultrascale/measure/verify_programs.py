@@ -18,12 +18,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.measure.verify_layouts import AXES, compositions, small_job
+from ultrascale.measure.verify_layouts import compositions, small_job
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.folders import CHECKPOINTS, step_folder
 from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import DEGREES, Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.specs.validate import build
@@ -219,7 +219,7 @@ def _features(launch: Launch, before: Launch | None) -> dict[str, object]:
     """Features of a layout and of a launch, each with whether it is used. `before`: the launch that it resumes."""
     layout = launch.layout
     plain_data = not layout.zero and layout.data_ranks > 1
-    found: dict[str, object] = {axis: getattr(layout, axis) > 1 for axis in AXES}
+    found: dict[str, object] = {axis: getattr(layout, axis) > 1 for axis in DEGREES}
     found |= {
         f"zero{layout.zero}": layout.zero and layout.data_ranks > 1,
         "hsdp": layout.zero and layout.shards < layout.data_ranks,

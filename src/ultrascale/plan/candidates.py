@@ -24,12 +24,11 @@ from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout, field_value
+from ultrascale.specs.layout import DEGREES, Layout, field_value
 from ultrascale.specs.units import GIB
 
 Objective = Literal["throughput", "cost", "memory"]  # the fastest step, the least GPU time per token, the least memory
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-DEGREES = ("dp", "tp", "pp", "cp", "ep")
 # What `--forbid cp` leaves: the value at which the technique is off.
 DISABLED_VALUES: dict[str, Any] = {
     **dict.fromkeys((*DEGREES, "virtual_stages", "mbs", "gas"), 1),
@@ -135,7 +134,7 @@ class LayoutCores:
     """Every legal layout of one pipeline degree but for its schedule, and the schedules to try with each."""
 
     columns: LayoutColumns
-    variants: tuple[tuple[str, int], ...]
+    variants: tuple[table.ScheduleVariant, ...]
 
 
 @lru_cache
@@ -268,7 +267,7 @@ def _dispatchers(job: Job, ep: int) -> list[str]:
 _PIPELINE = {"schedule", "virtual_stages", "pp"}
 
 
-def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
+def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[table.ScheduleVariant]:
     if pp == 1:
         pairs = [(DEFAULT_SCHEDULE, 1)]
     else:

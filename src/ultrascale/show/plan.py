@@ -14,7 +14,7 @@ from ultrascale.plan.reasons import MAIN_REASONS
 from ultrascale.plan.search import VirtualStageVariant
 from ultrascale.show.lines import NARROW, attributes, bullets, compact, count_of, heading, labelled, notes, table
 from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import DEGREES, Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
 
@@ -111,7 +111,7 @@ def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[Vi
     gpus = ("GPUs",) if len({plan.job.cluster.gpus for plan in plans}) > 1 else ()
     mfu = ("MFU",) if all(knows_peak(plan.job) for plan in plans) else ()
     fit = ("fits",) if all(plan.estimate.range is not None for plan in plans) else ()
-    layout = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute") if wide else ("layout",)
+    layout = (*DEGREES, "zero", "mbs", "gas", "schedule", "recompute") if wide else ("layout",)
     grid = table(
         "Layouts, best first",
         *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",)), *fit),
