@@ -22,6 +22,7 @@ from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, m
 from ultrascale.specs.job import Job
 
 ScheduleVariant = tuple[str, int]  # a schedule and its virtual stages
+Variants = Sequence[ScheduleVariant]
 BLOCK = 16_384  # cores at a time: the working arrays of a block stay in the cache
 
 
@@ -50,7 +51,7 @@ class Table:
 def evaluate(
     job: Job,
     cores: LayoutColumns,
-    variants: Sequence[ScheduleVariant],
+    variants: Variants,
     machine: ClusterRates,
     capacity_bytes: float,
     longest_s: float = np.inf,
@@ -70,7 +71,7 @@ def evaluate(
     return Table(cores, tuple(variants), legal.T, peak.T, fits.T, step.T)
 
 
-def step_times(job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], machine: ClusterRates) -> Array:
+def step_times(job: Job, cores: LayoutColumns, variants: Variants, machine: ClusterRates) -> Array:
     """Cores × variants: the step time of every legal cell, whether or not it fits; infinite where it is not legal."""
     step = np.empty((len(variants), len(cores)))
     for group in _groups(job, variants):
@@ -83,7 +84,7 @@ def step_times(job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVarian
     return step.T
 
 
-def _groups(job: Job, variants: Sequence[ScheduleVariant]) -> list[list[int]]:
+def _groups(job: Job, variants: Variants) -> list[list[int]]:
     """Variants by number, those with a split backward apart in an engine that fuses no such layers."""
     split = [REGISTRY[name].split_backward and job.framework.fused_blocks for name, _ in variants]
     groups = [[number for number, one in enumerate(split) if one == kind] for kind in (False, True)]
@@ -98,12 +99,7 @@ def _blocks(rows: int) -> list[slice]:
 
 
 def _evaluate_block(
-    job: Job,
-    cores: LayoutColumns,
-    variants: Sequence[ScheduleVariant],
-    machine: ClusterRates,
-    capacity_bytes: float,
-    longest_s: float,
+    job: Job, cores: LayoutColumns, variants: Variants, machine: ClusterRates, capacity_bytes: float, longest_s: float
 ) -> tuple[Array, Array, Array, Array]:
     legal = _legal(cores, variants)
     peak = _peaks(job, cores, variants, legal, capacity_bytes)
@@ -117,7 +113,7 @@ def _evaluate_block(
     return legal, peak, fits, step
 
 
-def _legal(cores: LayoutColumns, variants: Sequence[ScheduleVariant]) -> Array:
+def _legal(cores: LayoutColumns, variants: Variants) -> Array:
     """Variants × cores."""
     pp = int(cores.pp[0])
     if pp == 1:
@@ -144,7 +140,7 @@ def _fullest(job: Job, pp: int, variant: ScheduleVariant) -> list[tuple[int, tup
     return [(rank, share) for share, rank in first.items()]
 
 
-def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], legal: Array, capacity_bytes: float) -> Array:
+def _peaks(job: Job, cores: LayoutColumns, variants: Variants, legal: Array, capacity_bytes: float) -> Array:
     """Variants × cores. Share after share; cores that no variant makes fit any more are not evaluated for the rest."""
     pp = int(cores.pp[0])
     gas, of = np.unique(cores.gas, return_inverse=True)
@@ -168,7 +164,7 @@ def _peaks(job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], 
     return peak
 
 
-def _by_share(job: Job, pp: int, variants: Sequence[ScheduleVariant]) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+def _by_share(job: Job, pp: int, variants: Variants) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
     """The shares that can hold a peak, with the variants (by number) and ranks that have them; first those that together are
     in every variant, since no core is out before each of its variants was asked about once.
     """
@@ -196,9 +192,7 @@ def microbatches_in_flight(job: Job, name: str, pp: int, rank: int, gas: Array, 
     return InFlightMicrobatches(in_flight, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
 
 
-def _steps(
-    job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], machine: ClusterRates, longest_s: float
-) -> tuple[Array, Array]:
+def _steps(job: Job, cores: LayoutColumns, variants: Variants, machine: ClusterRates, longest_s: float) -> tuple[Array, Array]:
     """Which cores might take no longer, and their times: variants × those."""
     pp = int(cores.pp[0])
     distinct, inverse = cores.distinct(depends_on(job))

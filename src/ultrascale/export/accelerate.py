@@ -127,7 +127,7 @@ TABLE = (
 
 
 def _world(s: Any, where: str) -> tuple[int, int] | None:
-    reader = SettingsReader((), s, where, row.World())
+    reader = SettingsReader((), s, where, row.World(), row.UnmodelledSettings())
     machines, processes = reader.whole("num_machines", 1), reader.whole("num_processes", 1)
     return (machines, processes // machines) if processes % machines == 0 else None
 

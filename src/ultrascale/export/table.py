@@ -181,21 +181,15 @@ class SettingsReader:
     """
 
     def __init__(
-        self,
-        table: Iterable[Setting],
-        data: Mapping[str, Any],
-        where: str,
-        world: World,
-        others: UnmodelledSettings | None = None,
+        self, table: Iterable[Setting], data: Mapping[str, Any], where: str, world: World, unmodelled: UnmodelledSettings
     ) -> None:
-        self.data, self.where, self.world = data, where, world
-        self._others = others or UnmodelledSettings()
+        self.data, self.where, self.world, self._unmodelled = data, where, world, unmodelled
         self.fields: Fields = {}
         self.notes: list[str] = []
         self._rows = {row.path or id(row): row for row in table}
         self._done: set[str | int] = set()
         flat = _flat(data, where)
-        renamed = {self._others.renamed.get(key, key): value for key, value in flat.items()}
+        renamed = {self._unmodelled.renamed.get(key, key): value for key, value in flat.items()}
         self._flat = {**renamed, **{key: value for key, value in flat.items() if key in renamed}}
         self._used: set[str] = set()
 
@@ -317,12 +311,12 @@ class SettingsReader:
         lines: list[str] = []
         changes: list[str] = []
         harmless: list[str] = []
-        absent = sorted((self._used | {key for key in self._others.no_effect if "*" not in key}) - set(self._flat))
+        absent = sorted((self._used | {key for key in self._unmodelled.no_effect if "*" not in key}) - set(self._flat))
         for key, value in self._flat.items():
             if key in self._used or value is None:
                 continue
-            no_effect = _matches(key, self._others.no_effect)
-            known = no_effect or _matches(key, self._others.not_modelled) or len(changes) > MAX_MISSPELLINGS
+            no_effect = _matches(key, self._unmodelled.no_effect)
+            known = no_effect or _matches(key, self._unmodelled.not_modelled) or len(changes) > MAX_MISSPELLINGS
             close = [] if known else get_close_matches(key[:80], absent, n=1, cutoff=CLOSE)
             if close:
                 lines.append(f"{NOT_READ}{key:.80}: did you mean '{close[0]}'?")

@@ -118,13 +118,11 @@ class Reference:
 
 def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    (bounds,) = local.run(_record_reference, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
+    (bounds,) = local.run(_run_one_rank, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
     return Reference(file, steps, bounds)
 
 
-def _record_reference(
-    rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: Sequence[StepPlan], file: Path
-) -> Bounds:
+def _run_one_rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: Sequence[StepPlan], file: Path) -> Bounds:
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         engine = make_engine(RankInfo(), job, layout, steps[0].training)
         return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)

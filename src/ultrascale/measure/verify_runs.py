@@ -95,9 +95,7 @@ def check_program(program: Program) -> ProgramResult:
         try:
             histories = execute(program, run)
             verdict: ProgramResult
-            (verdict,) = local.run(
-                _compare_with_reference, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S
-            )
+            (verdict,) = local.run(_compare_run, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
         except (RunError, SpecError) as failure:
             verdict = ProgramResult(program, math.inf, problem=str(failure).strip().splitlines()[-1])
     return replace(verdict, seconds=time.monotonic() - began)
@@ -191,7 +189,7 @@ class _PlannedEnd(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _compare_with_reference(
+def _compare_run(
     rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path
 ) -> ProgramResult:
     """Compare the run's files with a reference that this process computes."""

@@ -216,9 +216,8 @@ def complete(run: Path) -> list[Path]:
 def complete_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(
-        (one for one in folder.iterdir() if STEP_FOLDER.fullmatch(one.name) and (one / MANIFEST).is_file()), key=step_of
-    )
+    found = [one for one in folder.iterdir() if STEP_FOLDER.fullmatch(one.name) and (one / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
 
 
 def abandoned_in(run: Path) -> list[Path]:

@@ -325,9 +325,8 @@ class _ActionPoint:
     def totals(self, actions: InFlightCounts, others: OtherChunks | None) -> Array:
         top = self.steady.total[actions.stage]
         if others is not None:
-            top = (
-                np.where(actions.after_first_backward, top, self.first.total[actions.stage]) + others.gradients + others.buffers
-            )
+            top = np.where(actions.after_first_backward, top, self.first.total[actions.stage])
+            top = top + others.gradients + others.buffers
         return np.where(self.reached, self.in_flight + top, -np.inf)
 
     def peak(self, actions: InFlightCounts, others: OtherChunks | None, rank: int, action: int, chunks: Array) -> Peak:
@@ -409,7 +408,6 @@ def most_gradients(view: LayoutRows, rank: int) -> float:
     layout, each = view.layout, view.chunk_gradients()
     ends = counts(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).ends_backward[rank]
     ended, local = np.cumsum(ends, axis=0), view.chunks[rank]
-    there = np.where(
-        ended >= ends.sum(axis=0), each.after_last_backward[local], np.where(ended > 0, each.after_first_backward[local], 0.0)
-    )
+    started = np.where(ended > 0, each.after_first_backward[local], 0.0)
+    there = np.where(ended >= ends.sum(axis=0), each.after_last_backward[local], started)
     return float(there.sum(axis=1).max())
