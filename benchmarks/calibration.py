@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.calibrate import Calibration, calibrate, measured_peak, peak_bytes
-from ultrascale.measure.calibrate_fit import Base, StepTimeModel, fit
+from ultrascale.measure.calibrate_fit import InitialConstants, StepTimeModel, fit
 from ultrascale.measure.calibrate_runs import CalibrationRun, load
 from ultrascale.show.calibrate import summary
 
@@ -55,11 +55,11 @@ def report(path: Path) -> tuple[Calibration, list[Predicted]]:
     runs = load([path])
     six = [run for run in runs if uses[run.name] == "fit"]
     found = calibrate(six)
-    base = Base.of(max(six, key=lambda run: run.layout.gpus).job)
+    base = InitialConstants.of(max(six, key=lambda run: run.layout.gpus).job)
     return found, [_predicted(base, found, run, uses[run.name] == "fit") for run in runs]
 
 
-def _predicted(base: Base, found: Calibration, run: CalibrationRun, fitted: bool) -> Predicted:
+def _predicted(base: InitialConstants, found: Calibration, run: CalibrationRun, fitted: bool) -> Predicted:
     old, new = base.cluster.efficiency, found.cluster.efficiency
     before, after = (estimate(base.job(run.job, each), run.layout) for each in (old, new))
     peak = measured_peak(base, run)
@@ -85,7 +85,7 @@ class Draw:
 
 def drawn(path: Path, draws: int) -> list[Draw]:
     runs, rng = load([path]), random.Random(SEED)
-    base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
+    base = InitialConstants.of(max(runs, key=lambda run: run.layout.gpus).job)
     model = StepTimeModel(base, runs)
     order = sorted(range(len(runs)), key=lambda index: _layer_s(base, runs[index]))
     ends = [round(third * len(runs) / 3) for third in range(4)]
@@ -99,7 +99,7 @@ def drawn(path: Path, draws: int) -> list[Draw]:
     return found
 
 
-def _layer_s(base: Base, run: CalibrationRun) -> float:
+def _layer_s(base: InitialConstants, run: CalibrationRun) -> float:
     """What the GPU was predicted to need for one layer of a micro-batch: the less, the more it waits for the host."""
     expected = estimate(base.job(run.job, base.cluster.efficiency), run.layout)
     return (expected.step_time_s - expected.time.launch_s) / (run.job.model.layers * run.layout.gas)

@@ -6,19 +6,18 @@ row of the table, as closed forms rank it and as it is simulated, or from a slid
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from studio_browser import studio_browser
 
 QUESTIONS = (
     "model=llama-3-8b&gpu=h100&nodes=8",
@@ -52,40 +51,25 @@ def answered_s(page: Any, change: Callable[[], object]) -> str:
 
 
 def main() -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        sys.exit("there is no Chromium on this machine")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     table = Table(title="seconds from a change to the answer on the page: ranked / simulated")
     for heading in ("asked", "sequence 8k → 4k", "fix pp=4", "slider: mbs"):
         table.add_column(heading, justify="left" if heading == "asked" else "right")
-    with tempfile.TemporaryDirectory() as runs, sync_playwright() as driver:
-        words = [sys.executable, "-m", "ultrascale", "studio", "--no-browser", "--port", str(port), "--runs", runs]
-        server = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-        try:
-            time.sleep(8)
-            browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            for question in QUESTIONS:
-                page = browser.new_page(viewport={"width": 1280, "height": 1000})
-                page.goto(f"http://127.0.0.1:{port}/?{question}")
-                page.wait_for_selector(".us-layouts tr.selected", timeout=120_000)
-                page.wait_for_selector(".main-svg")
-                time.sleep(2)
-                seq = answered_s(page, partial(page.get_by_label("Sequence (tokens)").fill, "4k"))
-                time.sleep(2)
-                fix = answered_s(page, partial(page.get_by_label("Fix, such as tp=8,zero=1").fill, "pp=4"))
-                time.sleep(2)
-                slider = page.get_by_role("slider", name="mbs").locator("[tabindex='0']")
-                slider.focus()
-                moved = changed_s(page, VERDICT, partial(slider.press, "ArrowRight"))
-                table.add_row(question.replace("&", " "), seq, fix, f"{moved:.2f}")
-                page.close()
-            browser.close()
-        finally:
-            server.terminate()
-            server.wait(10)
+    with studio_browser() as (address, browser):
+        for question in QUESTIONS:
+            page = browser.new_page(viewport={"width": 1280, "height": 1000})
+            page.goto(f"{address}/?{question}")
+            page.wait_for_selector(".us-layouts tr.selected", timeout=120_000)
+            page.wait_for_selector(".main-svg")
+            time.sleep(2)
+            seq = answered_s(page, partial(page.get_by_label("Sequence (tokens)").fill, "4k"))
+            time.sleep(2)
+            fix = answered_s(page, partial(page.get_by_label("Fix, such as tp=8,zero=1").fill, "pp=4"))
+            time.sleep(2)
+            slider = page.get_by_role("slider", name="mbs").locator("[tabindex='0']")
+            slider.focus()
+            moved = changed_s(page, VERDICT, partial(slider.press, "ArrowRight"))
+            table.add_row(question.replace("&", " "), seq, fix, f"{moved:.2f}")
+            page.close()
     Console(width=120).print(table)
 
 

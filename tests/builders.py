@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ultrascale.cost.estimate import estimate
 from ultrascale.data.token_files import END, Header, smallest_type
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan
 
 
 def make_job(
@@ -38,6 +40,12 @@ def make_job(
         batch_tokens=batch.batch_tokens(seq) if isinstance(batch, Layout) else seq * batch,
         **fields,
     )
+
+
+def make_plan(layout: Layout, model: str | Model = "llama-3-8b", cluster: str = "64xh100", seq: int = 8192) -> Plan:
+    """A plan of the layout with its estimate, on the idealised engine."""
+    job = make_job(model, cluster, seq, layout)
+    return Plan(job=job, layout=layout, estimate=estimate(job, layout))
 
 
 def exit_in_call(calls: int, *functions: str) -> None:

@@ -29,6 +29,8 @@ ALLOWED = {
     "launch": {"launch", "train", "data", "parallel", "kernels", "model", "cost", "specs"},
     "measure": {
         "measure",
+        "figures.style",
+        "generate",
         "launch",
         "train",
         "data",
@@ -45,6 +47,8 @@ ALLOWED = {
     "show": {"show", "measure", "export", "launch", "train", "plan", "cost", "specs", "__version__"},
     "report": {"report", "figures", "show", "measure", "plan", "cost", "specs", "__version__"},
     "studio": {"studio", "report", "figures", "show", "export", "measure", "plan", "cost", "schedules", "specs"},
+    "convert.py": {"train", "data", "model", "cost", "specs"},
+    "generate.py": {"train", "data", "model", "specs"},
     "__init__.py": {"launch", "plan", "cost", "specs"},
     "__main__.py": {"cli"},
 }

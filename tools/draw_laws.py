@@ -32,7 +32,7 @@ def scaling() -> str:
         if point.estimate is not None:
             series.setdefault(point.technique, []).append((point.gpus, point.estimate.tokens_per_s_per_gpu))
     ticks = {float(gpus): f"{gpus}" for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-    title = f"Llama-3.2-1B, each technique alone, {survey.SEQUENCES} sequences of 4,096 tokens a GPU"
+    title = f"Llama-3.2-1B, each technique alone, {survey.SEQUENCES_PER_GPU} sequences of 4,096 tokens a GPU"
     return curves(title, series, "H100 GPUs, nodes of 8", "tokens/s/GPU", ticks, mark=(8, "a node"))
 
 
@@ -71,10 +71,8 @@ def overlap() -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     peak = make_job("llama-3-8b", "8xh100", 8192, 8).peak_flops
     for place, bandwidth in (("NVLink", 450e9), ("network", 50e9)):
-        series[f"DP, {place}"] = [(n, cheatsheet.data_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens]
-        series[f"ZeRO-2, {place}"] = [
-            (n, cheatsheet.zero_2_ratio(64, 1.0, n, peak, bandwidth).corrected or 0.0) for n in tokens
-        ]
+        series[f"DP, {place}"] = [(n, cheatsheet.data_ratio(64, 1.0, n, peak, bandwidth).corrected) for n in tokens]
+        series[f"ZeRO-2, {place}"] = [(n, cheatsheet.zero_2_ratio(64, 1.0, n, peak, bandwidth).corrected) for n in tokens]
     ticks = {float(count): f"{count:,}" for count in tokens}
     title = "Transfer over computing, 64 H100: below 1 the reduction of gradients can hide"
     unit = "tokens of a rank's last micro-batch"

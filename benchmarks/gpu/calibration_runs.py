@@ -112,7 +112,7 @@ def steps_for(step_s: float) -> int:
 
 def train(one: RunShape, folder: Path, cluster: Cluster) -> None:
     """In a fresh process, as a user's run is."""
-    requested = request(one, FEWEST).on(cluster)
+    requested = request(one, FEWEST).on_cluster(cluster)
     requested = request(one, steps_for(estimate(requested.job, requested.layout).step_time_s))
     local.run(_rank, 1, requested, folder, cluster)
 

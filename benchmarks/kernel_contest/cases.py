@@ -21,7 +21,7 @@ from ultrascale.kernels import fused, split_master
 from ultrascale.kernels.loss import linear_cross_entropy
 from ultrascale.model import flex
 from ultrascale.model.rotary import rotate, tables
-from ultrascale.model.transformer import IGNORED, CausalAttention, CrossEntropy, document_bias
+from ultrascale.model.transformer import IGNORE_INDEX, CausalAttention, CrossEntropy, document_bias
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_
 
 EPS = 1e-5
@@ -196,7 +196,7 @@ def loss(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kernel
 
     def liger() -> KernelCandidate:
         function = liger_function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-        return KernelCandidate(run(lambda h, w: function.apply(h, w, targets, None, None, IGNORED, 0.0, 0.0, "sum")[0]))
+        return KernelCandidate(run(lambda h, w: function.apply(h, w, targets, None, None, IGNORE_INDEX, 0.0, 0.0, "sum")[0]))
 
     return KernelComparison(
         f"{rows:,} × {width:,} × {vocab:,}",
@@ -251,7 +251,7 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
 
         pairs = [split_master.split(one) for one in before]
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
-        now = adamw_triton.changing(FACTOR, RATE, BETAS, updates=1).to(device)
+        now = adamw_triton.step_inputs(FACTOR, RATE, BETAS, updates=1).to(device)
 
         def run() -> tuple[Tensor, ...]:
             for (copy, rest), gradient, mean, square in zip(pairs, grads, means, squares, strict=True):

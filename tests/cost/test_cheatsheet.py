@@ -6,29 +6,13 @@ import re
 
 import pytest
 
+from builders import make_plan
 from ultrascale.cost.cheatsheet import formulas, strategies
-from ultrascale.cost.estimate import estimate
-from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.framework import Framework
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
-
-def planned(model: str, cluster: str, seq: int, layout: Layout) -> Plan:
-    job = Job(
-        model=Model.load(model),
-        cluster=Cluster.load(cluster),
-        seq=seq,
-        batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("playbook"),
-    )
-    return Plan(job=job, layout=layout, estimate=estimate(job, layout))
-
-
-LLAMA = planned("llama-3-70b", "64xh100", 8192, Layout(dp=2, tp=8, pp=4, gas=16, zero=1))
-MIXTRAL = planned("mixtral-8x7b", "64xh100", 4096, Layout(dp=64, ep=8, zero=1, gas=4))
+LLAMA = make_plan(Layout(dp=2, tp=8, pp=4, gas=16, zero=1), "llama-3-70b", "64xh100", 8192)
+MIXTRAL = make_plan(Layout(dp=64, ep=8, zero=1, gas=4), "mixtral-8x7b", "64xh100", 4096)
 
 
 def test_the_cheatsheet_has_every_row() -> None:
@@ -56,7 +40,7 @@ def test_the_tensor_ratio_of_llama_70b() -> None:
 
 def test_tensor_ratio_of_moe_counts_active_experts_only() -> None:
     """Mixtral with tp 8: attention 41,943,040, router 32,768 and two of eight experts, 2·176,160,768: not all eight."""
-    plan = planned("mixtral-8x7b", "64xh100", 4096, Layout(dp=8, tp=8, ep=8, zero=1, gas=4))
+    plan = make_plan(Layout(dp=8, tp=8, ep=8, zero=1, gas=4), "mixtral-8x7b", "64xh100", 4096)
     ratio = next(row.overlap for row in strategies(plan) if row.name == "Tensor parallelism")
     active_parameters = 41_943_040 + 32_768 + 2 * 176_160_768
     rate = 2 * 4096 * 7 * plan.job.peak_flops / (active_parameters * ratio.corrected)
@@ -65,7 +49,7 @@ def test_tensor_ratio_of_moe_counts_active_experts_only() -> None:
 
 def test_data_ratio_of_moe_counts_all_gradients_and_active_flops() -> None:
     """Mixtral with plain data parallelism: 46.70e9 gradients, 12.88e9 active parameters: 3.63 times a dense ratio."""
-    plan = planned("mixtral-8x7b", "8xh200", 4096, Layout(dp=8, gas=4))
+    plan = make_plan(Layout(dp=8, gas=4), "mixtral-8x7b", "8xh200", 4096)
     ratio = next(row.overlap for row in strategies(plan) if row.name == "Data parallelism")
     dense = 7 / 8 * plan.job.peak_flops / 4096
     rate = dense * (46_702_792_704 / 12_879_925_248) / ratio.corrected
@@ -103,7 +87,7 @@ def test_memory_formulas_are_the_peak_stages() -> None:
 
 
 def test_only_the_zero_stage_in_use_has_traffic() -> None:
-    plan = planned("llama-3-8b", "8xh100", 8192, Layout(dp=8, zero=3, gas=4))
+    plan = make_plan(Layout(dp=8, zero=3, gas=4), "llama-3-8b", "8xh100", 8192)
     rows = {one.name: one for one in strategies(plan) if "ZeRO" in one.name}
     assert {name: one.degree for name, one in rows.items()} == {
         "DP + ZeRO-1": "not in use",

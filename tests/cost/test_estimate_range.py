@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from builders import make_job
 from ultrascale.cost import estimate as estimate_module
-from ultrascale.cost.estimate import ENOUGH, PredictionError, estimate, estimate_range, quantile, similar, time_range
+from ultrascale.cost.estimate import MIN_SIMILAR_RUNS, PredictionError, estimate, estimate_range, quantile, similar, time_range
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -88,7 +88,7 @@ def test_an_estimate_lies_in_its_range_and_names_its_reference_runs(
     assert 0 < span.fit_probability < 1
     count = re.match(r"(\d+) runs", span.based_on)
     assert count is not None
-    assert int(count[1]) == len(similar(what)[0]) >= ENOUGH
+    assert int(count[1]) == len(similar(what)[0]) >= MIN_SIMILAR_RUNS
 
 
 def test_fitting_becomes_less_likely_as_the_peak_nears_the_capacity() -> None:
@@ -134,13 +134,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_reference_runs_are_of_the_same_engine_and_chip_where_enough(runs: Any) -> None:
-    runs(rows(ENOUGH), rows(30, framework="nanotron"), rows(30, architecture="ampere"))
+    runs(rows(MIN_SIMILAR_RUNS), rows(30, framework="nanotron"), rows(30, architecture="ampere"))
     logs, words = similar(JOB)
-    assert len(logs) == ENOUGH
-    assert words == f"{ENOUGH} runs of 2 sources: ultrascale on hopper"
+    assert len(logs) == MIN_SIMILAR_RUNS
+    assert words == f"{MIN_SIMILAR_RUNS} runs of 2 sources: ultrascale on hopper"
 
 
-@pytest.mark.parametrize(("count", "sources"), [(ENOUGH - 1, 2), (ENOUGH, 1)], ids=["too few runs", "one source"])
+@pytest.mark.parametrize(
+    ("count", "sources"), [(MIN_SIMILAR_RUNS - 1, 2), (MIN_SIMILAR_RUNS, 1)], ids=["too few runs", "one source"]
+)
 def test_reference_runs_extend_to_other_engines_on_the_chip(runs: Any, count: int, sources: int) -> None:
     runs(rows(count, sources), rows(30, framework="nanotron"), rows(30, architecture="ampere"), rows(30, experts=True))
     logs, words = similar(JOB)
@@ -149,16 +151,16 @@ def test_reference_runs_extend_to_other_engines_on_the_chip(runs: Any, count: in
 
 
 def test_reference_runs_extend_to_other_chips(runs: Any) -> None:
-    runs(rows(ENOUGH - 1), rows(30, architecture="ampere"), rows(30, experts=True))
+    runs(rows(MIN_SIMILAR_RUNS - 1), rows(30, architecture="ampere"), rows(30, experts=True))
     logs, words = similar(JOB)
-    assert len(logs) == ENOUGH - 1 + 30
+    assert len(logs) == MIN_SIMILAR_RUNS - 1 + 30
     assert words.endswith(": dense models")
 
 
 def test_reference_runs_extend_to_all_runs_last(runs: Any) -> None:
-    runs(rows(ENOUGH - 1), rows(30, experts=True))
+    runs(rows(MIN_SIMILAR_RUNS - 1), rows(30, experts=True))
     logs, words = similar(JOB)
-    assert len(logs) == ENOUGH - 1 + 30
+    assert len(logs) == MIN_SIMILAR_RUNS - 1 + 30
     assert words.endswith(": all models")
 
 
@@ -170,17 +172,17 @@ def test_moe_models_use_runs_of_moe_models(runs: Any) -> None:
 
 
 def test_an_excluded_source_contributes_no_runs(runs: Any) -> None:
-    runs(rows(ENOUGH), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
+    runs(rows(MIN_SIMILAR_RUNS), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
     odd = {PredictionError(9.0, "odd/one"), PredictionError(-9.0, "odd/one")}
     assert odd <= set(similar(JOB)[0])
     assert not odd & set(similar(JOB, "odd/one")[0])
     low, high, _ = time_range(JOB, 1.0, "odd/one")
-    assert math.exp(0.0) <= low < high <= math.exp(ENOUGH / 100)
+    assert math.exp(0.0) <= low < high <= math.exp(MIN_SIMILAR_RUNS / 100)
 
 
 def test_optimistic_predictions_shift_the_range_up(runs: Any) -> None:
     """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
-    runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(ENOUGH + 1)])
+    runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(MIN_SIMILAR_RUNS + 1)])
     low, high, _ = time_range(JOB, 1.0)
     assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.4, rel=1e-6)  # place 0.1 · 14 of 13
     assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.6, rel=1e-6)
@@ -189,5 +191,5 @@ def test_optimistic_predictions_shift_the_range_up(runs: Any) -> None:
 def test_fit_probability_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three runs, one used a quarter more than predicted; 70 GiB would then be 87.5: (2 + 1) / (3 + 2)."""
     memory = [{"id": str(x), "source": "a/a", "log": math.log(x)} for x in (0.95, 1.0, 1.25)]
-    monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(ENOUGH), "memory": memory})
+    monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(MIN_SIMILAR_RUNS), "memory": memory})
     assert estimate_range(JOB, 1.0, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)

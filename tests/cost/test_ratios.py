@@ -151,6 +151,6 @@ def test_a_group_of_one_moves_nothing() -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_every_misprint_is_named(name: str) -> None:
     ratio = FORMS[name](PEAK, BW)
-    assert ratio.slip.startswith("the printed")
+    assert ratio.correction.startswith("the printed")
     assert "peak_flops" in ratio.corrected_form
     assert "peak_bw" in ratio.corrected_form

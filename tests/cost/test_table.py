@@ -190,7 +190,7 @@ def test_a_longest_step_drops_only_longer_ones(model: str, cluster: str) -> None
     for group in cores(job, LayoutConstraints.parse(["ep=8"] if job.model.moe else [])):
         all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
         longest_s = float(np.quantile(all_of_them.step_s[all_of_them.fits], 0.2)) if all_of_them.fits.any() else 1.0
-        layouts = table.LayoutTable(job, group.columns, group.variants, ClusterRates(job))
+        layouts = table.SearchTable(job, group.columns, group.variants, ClusterRates(job))
         cells = layouts.evaluate(np.arange(len(group.columns)), capacity, longest_s)
         timed = np.isfinite(cells.step_s)
         assert np.array_equal(cells.fits, timed)
@@ -217,7 +217,7 @@ def test_lower_bounds_are_never_above_the_figures(model: str, cluster: str, fram
     draw, tight = np.random.default_rng(0), list[float]()
     for group in cores(job, LayoutConstraints()):
         rows = draw.permutation(len(group.columns))[:200]
-        layouts = table.LayoutTable(job, group.columns, group.variants, ClusterRates(job))
+        layouts = table.SearchTable(job, group.columns, group.variants, ClusterRates(job))
         cells = layouts.evaluate(rows, np.inf)
         assert np.all(layouts.shortest_step_s()[rows, None] <= cells.step_s)
         least = layouts.least_peak_bytes()[rows, None]

@@ -13,7 +13,7 @@ from ultrascale.data.order import LONGEST_PATTERN, MixturePattern, SampleOrder, 
 
 def dealt(weights: list[str], samples: int) -> list[tuple[int, int]]:
     pattern = MixturePattern([Fraction(weight) for weight in weights])
-    return [pattern.deal(sample) for sample in range(samples)]
+    return [pattern.locate(sample) for sample in range(samples)]
 
 
 def test_seven_to_three_by_hand() -> None:
@@ -27,7 +27,7 @@ def test_seven_to_three_by_hand() -> None:
 def test_every_block_has_exact_proportions(weights: list[int], blocks: int) -> None:
     pattern = MixturePattern([Fraction(weight) for weight in weights])
     assert [Fraction(count, pattern.length) for count in pattern.counts] == [Fraction(one, sum(weights)) for one in weights]
-    places = [pattern.deal(sample) for sample in range(blocks * pattern.length)]
+    places = [pattern.locate(sample) for sample in range(blocks * pattern.length)]
     for owner, count in enumerate(pattern.counts):
         assert [place for found, place in places if found == owner] == list(range(blocks * count))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from published_megatron import BRANCHES, FUNCTIONAL_15B, FUNCTIONAL_FP8, GPT3_175B, GPT_345M, LLAMA3_FP8, MIXTRAL
 
-from ultrascale.export.read import Given
+from ultrascale.export.read import ImportOptions
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -27,15 +27,15 @@ class Example:
     layout: Layout
     parameters: float
     """in billions"""
-    given: Given = field(default_factory=Given)
+    given: ImportOptions = field(default_factory=ImportOptions)
     precision: str = "bf16"
     may_change: tuple[str, ...] = ()
     """settings that are named as not modelled"""
     notes: tuple[str, ...] = ()
 
 
-def cluster(words: str) -> Given:
-    return Given(cluster=Cluster.load(words))
+def cluster(words: str) -> ImportOptions:
+    return ImportOptions(cluster=Cluster.load(words))
 
 
 def toml(groups: Mapping[str, Mapping[str, Any]]) -> str:
@@ -393,7 +393,7 @@ NANOTRON = (
     ),
 )
 
-_PROGRAM = Given(cluster=Cluster.load("16xh100"), model=Model.load("gpt2"), seq=1024)
+_PROGRAM = ImportOptions(cluster=Cluster.load("16xh100"), model=Model.load("gpt2"), seq=1024)
 _FP16 = {"enabled": True, "loss_scale": 1024, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 _STAGE_3 = {
     "stage": 3,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from ultrascale.export.read import Given, plan_from
+from ultrascale.export.read import ImportOptions, plan_from
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
@@ -36,7 +36,7 @@ def test_a_megatron_script(tmp_path: Path) -> None:
 
 def test_a_cluster_from_the_user_decides_how_many_data_ranks(tmp_path: Path) -> None:
     file = written(tmp_path, "run.sh", samples.MEGATRON)
-    found = plan_from(file, Given(cluster=Cluster.load("64xh200")))
+    found = plan_from(file, ImportOptions(cluster=Cluster.load("64xh200")))
     assert (found.plan.layout.dp, found.plan.layout.gas) == (8, 32)
     assert not any("assumed" in note for note in found.notes)
 
@@ -45,7 +45,7 @@ def test_a_toml_of_torchtitan(tmp_path: Path) -> None:
     file = written(tmp_path, "train.toml", samples.TORCHTITAN_TOML)
     with pytest.raises(SpecError, match=r"does not say on how many GPUs.*--cluster"):
         plan_from(file)
-    found = plan_from(file, Given(cluster=Cluster.load("16xh100")))
+    found = plan_from(file, ImportOptions(cluster=Cluster.load("16xh100")))
     assert found.plan.layout == Layout(dp=8, tp=2, zero=3, zero_shards=4, mbs=2, gas=1, recompute="full")
     assert found.plan.job.model == Model.load("llama-3.1-8b")
     assert any(note.startswith("not read") and "parallelism.tensor_paralel_degree" in note for note in found.notes)
@@ -53,7 +53,7 @@ def test_a_toml_of_torchtitan(tmp_path: Path) -> None:
 
 def test_a_python_configuration_is_read_and_not_run(tmp_path: Path) -> None:
     file = written(tmp_path, "config.py", samples.TORCHTITAN_PYTHON)
-    found = plan_from(file, Given(cluster=Cluster.load("16xh100")))
+    found = plan_from(file, ImportOptions(cluster=Cluster.load("16xh100")))
     assert found.plan.layout == Layout(dp=4, tp=2, pp=2, zero=3, mbs=1, gas=4, recompute="full", keep_gathered=True)
     assert found.plan.job.model.name == "qwen3-8b"
     assert not os.path.exists("/tmp/never")
@@ -73,8 +73,8 @@ def test_a_json_of_deepspeed_needs_a_model_and_a_sequence(tmp_path: Path) -> Non
     with pytest.raises(SpecError, match=r"does not say how long a sequence is: give --seq"):
         plan_from(file)
     with pytest.raises(SpecError, match=r"does not say which model.*--model llama-3-8b"):
-        plan_from(file, Given(seq=4096))
-    found = plan_from(file, Given(seq=4096, model=Model.load("llama-3-8b")))
+        plan_from(file, ImportOptions(seq=4096))
+    found = plan_from(file, ImportOptions(seq=4096, model=Model.load("llama-3-8b")))
     assert found.plan.layout == Layout(dp=8, zero=3, mbs=4, gas=8, offload="optimizer")
     assert found.plan.job.batch_tokens == 256 * 4096
     assert "not read: gradient_cliping: did you mean 'gradient_clipping'?" in found.notes
@@ -82,7 +82,7 @@ def test_a_json_of_deepspeed_needs_a_model_and_a_sequence(tmp_path: Path) -> Non
 
 def test_a_yaml_of_accelerate(tmp_path: Path) -> None:
     file = written(tmp_path, "fsdp.yaml", samples.ACCELERATE)
-    found = plan_from(file, Given(seq=2048, model=Model.load("qwen3-8b")))
+    found = plan_from(file, ImportOptions(seq=2048, model=Model.load("qwen3-8b")))
     assert found.plan.layout == Layout(dp=16, zero=3, recompute="full")
     assert found.plan.job.cluster.nodes == 2
     assert any("has no batch: micro-batch 1" in note for note in found.notes)
@@ -98,7 +98,7 @@ def test_a_misspelled_setting_is_named_with_a_suggestion(tmp_path: Path) -> None
 def test_an_estimate_for_another_engine_can_be_requested(tmp_path: Path) -> None:
     from ultrascale.specs.framework import Framework
 
-    found = plan_from(written(tmp_path, "run.sh", samples.MEGATRON), Given(framework=Framework.load("torchtitan")))
+    found = plan_from(written(tmp_path, "run.sh", samples.MEGATRON), ImportOptions(framework=Framework.load("torchtitan")))
     assert found.plan.job.framework.name == "torchtitan"
     assert found.native is not None
     assert found.native.job.framework.name == "megatron-core"
@@ -133,7 +133,7 @@ def test_values_that_contradict_each_other_are_refused(tmp_path: Path, name: str
     file = written(tmp_path, name, text)
     own = name == "run.sh" or name == "a.yaml"
     with pytest.raises(SpecError, match=says) as refused:
-        plan_from(file, Given() if own else Given(seq=2048, model=Model.load("llama-3-8b")))
+        plan_from(file, ImportOptions() if own else ImportOptions(seq=2048, model=Model.load("llama-3-8b")))
     assert "\n" not in str(refused.value)
 
 

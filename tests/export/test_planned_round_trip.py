@@ -10,9 +10,9 @@ import pytest
 from builders import make_job
 from ultrascale.export import targets, write
 from ultrascale.export.check import CLOSE
-from ultrascale.export.common import OWN, EngineFormat
+from ultrascale.export.common import OWN_KEY, EngineFormat
 from ultrascale.export.header import KEPT
-from ultrascale.export.read import Given, plan_from
+from ultrascale.export.read import ImportOptions, plan_from
 from ultrascale.plan import plan as search
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.plan import Plan
@@ -59,7 +59,7 @@ def without_comments(engine: EngineFormat, text: str) -> str:
     """Settings alone; of what the user's program sets, in files of DeepSpeed and Accelerate, the lines that say it stay."""
     if engine.config.endswith(".json"):
         data = json.loads(text)
-        data[OWN] = [line for line in data[OWN] if line.startswith(KEPT) and _program(engine, line)]
+        data[OWN_KEY] = [line for line in data[OWN_KEY] if line.startswith(KEPT) and _program(engine, line)]
         return json.dumps(data)
     lines = text.splitlines()
     return "\n".join(line for line in lines if not line.startswith("# ") or (KEPT in line and _program(engine, line)))
@@ -85,6 +85,6 @@ def test_a_planned_layout_comes_back_or_is_refused(to: str, job: tuple[str, str,
     for engine in (check.engine for check in exported.checks):
         file = tmp_path / engine.config
         file.write_text(without_comments(engine, file.read_text()))
-        found = plan_from(file, Given(cluster=plan.job.cluster)).plan
+        found = plan_from(file, ImportOptions(cluster=plan.job.cluster)).plan
         assert found.estimate.step_time_s == pytest.approx(plan.estimate.step_time_s, rel=CLOSE)
         assert found.estimate.peak_gib == pytest.approx(plan.estimate.peak_gib, rel=CLOSE)

@@ -14,7 +14,7 @@ from builders import make_job
 from ultrascale.export import header, targets, write
 from ultrascale.export.check import ExportCheck, check_export
 from ultrascale.export.common import EngineFormat
-from ultrascale.export.read import Given, plan_from
+from ultrascale.export.read import ImportOptions, plan_from
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
@@ -94,7 +94,7 @@ def test_a_name_with_line_breaks_adds_no_header_line(engine: EngineFormat, tmp_p
     files, _ = write.for_engine(engine, job, plan.layout)
     write.into(tmp_path, files, force=False)
     without_model = engine.name == "torchtitan"  # the debug model stands in
-    found = plan_from(tmp_path / engine.config, Given(model=odd if without_model else None))
+    found = plan_from(tmp_path / engine.config, ImportOptions(model=odd if without_model else None))
     assert found.plan.job.seq == job.seq
     if "model" in engine.program:
         assert found.plan.job.model == odd

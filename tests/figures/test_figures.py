@@ -127,7 +127,7 @@ def test_scaling_keeps_tokens_per_gpu_and_shows_the_node(job: Job) -> None:
     for point in points:
         if point.estimate is not None:
             tokens = point.estimate.tokens_per_s * point.estimate.step_time_s
-            assert tokens == pytest.approx(point.gpus * survey.SEQUENCES * job.seq)
+            assert tokens == pytest.approx(point.gpus * survey.SEQUENCES_PER_GPU * job.seq)
     figure = search_figures.scaling(points, job.cluster, "scaling")
     assert [trace.name for trace in figure.data] == list(survey.TECHNIQUES)
     assert figure.layout.annotations[0].text == "node boundary"

@@ -38,7 +38,7 @@ def test_one_weight(copied: bool, kernel: ModuleType) -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
     adamw.state[wanted] = state
     adamw.step()
-    now = kernel.changing(0.5, 0.1, (0.9, 0.95), updates=4).to(DEVICE)
+    now = kernel.step_inputs(0.5, 0.1, (0.9, 0.95), updates=4).to(DEVICE)
     kernel.step(weight, gradient, mean, square, copy, now, decay=0.2, betas=(0.9, 0.95), eps=1e-8)
     torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
@@ -61,7 +61,7 @@ def test_a_master_in_halves_steps_as_a_whole_one(kernel: ModuleType) -> None:
     fields = {"decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8}
     others = mean.clone(), square.clone()
     for updates in (4, 5, 6):
-        now = kernel.changing(0.5, 1e-4, (0.9, 0.95), updates).to(DEVICE)
+        now = kernel.step_inputs(0.5, 1e-4, (0.9, 0.95), updates).to(DEVICE)
         kernel.step(weight, gradient, mean, square, None, now, **fields)
         kernel.step(rest, gradient, *others, upper, now, **fields)
     assert torch.equal(split_master.join(upper, rest), weight)

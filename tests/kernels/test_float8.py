@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 from model.builders import initialize
 from ultrascale.kernels import float8, loss
 from ultrascale.kernels.float8 import Float8Head, Float8Linear
-from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Gemms, PlainGemms, multiply, quantise, quantise_transposed
+from ultrascale.kernels.float8_gemm import E4M3, E5M2, Float8Gemms, PlainGemms, multiply, quantise, quantise_transposed
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -62,7 +62,7 @@ def test_fp8_matmuls_equal_torchaos(scaling: Fp8Scaling) -> None:
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear as Theirs
 
-    by_row = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=NARROW)
+    by_row = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=E4M3)
     casts = {f"cast_config_{name}": by_row for name in ("input", "weight", "grad_output")} if scaling == "row" else {}
     config = Float8LinearConfig(emulate=True, round_scales_to_power_of_2=True, **casts)
     x, weight, grad = operands()
@@ -76,12 +76,12 @@ def test_fp8_matmuls_equal_torchaos(scaling: Fp8Scaling) -> None:
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-@pytest.mark.parametrize("dtype", [NARROW, WIDE])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_emulation_is_what_the_kernel_computes(scaling: Fp8Scaling, dtype: torch.dtype) -> None:
     if scaling == "row" and TorchVersion(torch.__version__) < "2.13":
         pytest.skip("torch's kernel for CPUs has one scale for a tensor alone before 2.13")
     x, weight, _ = operands(32, 48, 64)
-    left, right = quantise(x, scaling, dtype), quantise(weight, scaling, NARROW)
+    left, right = quantise(x, scaling, dtype), quantise(weight, scaling, E4M3)
     kernel = torch._scaled_mm(left.data, right.data.t(), left.scale, right.scale.t(), out_dtype=torch.float32)
     assert error(multiply(left, right, torch.float32), kernel) < 1e-6
 
@@ -91,30 +91,30 @@ def test_blocks_have_scales_of_their_own() -> None:
     x, weight, _ = operands()
     x[:, 128:256] *= 1e4  # would push all others below the format's smallest number, had they the same scale
     for matrix, rows, is_weight in ((x, 1, False), (weight, 128, True)):
-        data, scale = quantise(matrix, "block", NARROW, is_weight)
+        data, scale = quantise(matrix, "block", E4M3, is_weight)
         assert scale.shape == (len(matrix) // rows, matrix.shape[1] // 128)
         for i, j in ((0, 0), (0, 1), (1, 3)):
             block = slice(rows * i, rows * (i + 1)), slice(128 * j, 128 * (j + 1))
-            alone = quantise(matrix[block].reshape(1, -1), "tensor", NARROW)
+            alone = quantise(matrix[block].reshape(1, -1), "tensor", E4M3)
             assert scale[i, j] == alone.scale
             assert torch.equal(data[block].float().reshape(1, -1), alone.data.float())
     # The kernel wants rows' scales column by column, squares' row by row.
-    assert quantise(x, "block", NARROW).scale.stride() == (1, len(x))
-    assert quantise(weight, "block", NARROW, is_weight=True).scale.is_contiguous()
+    assert quantise(x, "block", E4M3).scale.stride() == (1, len(x))
+    assert quantise(weight, "block", E4M3, is_weight=True).scale.is_contiguous()
 
 
 @scalings
 @pytest.mark.parametrize("is_weight", [False, True])
 def test_transposed(scaling: Fp8Scaling, is_weight: bool) -> None:
     _, weight, _ = operands()
-    found, wanted = quantise_transposed(weight, scaling, NARROW, is_weight), quantise(weight.t(), scaling, NARROW, is_weight)
+    found, wanted = quantise_transposed(weight, scaling, E4M3, is_weight), quantise(weight.t(), scaling, E4M3, is_weight)
     assert found.data.is_contiguous()
     assert torch.equal(found.data.float(), wanted.data.float())
     assert torch.equal(found.scale, wanted.scale)
 
 
 @scalings
-@pytest.mark.parametrize("dtype", [NARROW, WIDE])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_scales_are_powers_of_two_and_use_the_range(scaling: Fp8Scaling, dtype: torch.dtype) -> None:
     x, _, _ = operands()
     data, scale = quantise(x, scaling, dtype)

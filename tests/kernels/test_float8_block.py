@@ -13,7 +13,7 @@ from model.builders import initialize
 from parallel.harness import job_of, training_of
 from ultrascale.kernels import float8, float8_block, fused
 from ultrascale.kernels.float8_block import Float8Block
-from ultrascale.kernels.float8_gemm import WIDE
+from ultrascale.kernels.float8_gemm import E5M2
 from ultrascale.kernels.selection import choose, why_not_fused
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.layout import Layout
@@ -75,9 +75,9 @@ def test_the_gate_bound_holds_and_is_tight() -> None:
     generator = torch.Generator().manual_seed(0)
     grad, both = torch.randn(64, 32, generator=generator), 3 * torch.randn(64, 64, generator=generator)
     gated, of_both = float8_block.gate_cast(both)
-    to_both, turned, again = float8_block.gate_backward_cast(grad, both, of_both, float8_block.of_rows(gated))
+    to_both, turned, again = float8_block.gate_backward_cast(grad, both, of_both, float8_block.amax_bound(gated))
     largest = float(to_both.data.float().abs().max())
-    assert torch.finfo(WIDE).max / 64 < largest < torch.finfo(WIDE).max
+    assert torch.finfo(E5M2).max / 64 < largest < torch.finfo(E5M2).max
     wanted, output = fused.gate_backward(grad, both)
     assert error(to_both.data.float() * to_both.scale, wanted) < 0.06
     assert error(turned.data.t().float() * turned.scale, wanted) < 0.06
@@ -87,8 +87,8 @@ def test_the_gate_bound_holds_and_is_tight() -> None:
 def test_a_tensor_has_the_largest_scale_of_its_rows() -> None:
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 5).unsqueeze(1)
     rows = float8_block.cast_rows(x)
-    whole = float8_block.cast_transposed(x, float8_block.of_rows(rows))
-    assert whole.scale == rows.scale.max() == float8_block.cast_transposed(x, float8_block.largest(x)).scale
+    whole = float8_block.cast_transposed(x, float8_block.amax_bound(rows))
+    assert whole.scale == rows.scale.max() == float8_block.cast_transposed(x, float8_block.amax(x)).scale
     assert whole.data.shape == (32, 5)
     assert torch.equal(whole.data.float().t()[-1] * whole.scale, rows.data.float()[-1] * rows.scale[-1])
 

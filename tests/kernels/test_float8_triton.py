@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ultrascale.kernels import float8, float8_block, float8_gemm
-from ultrascale.model.transformer import IGNORED
+from ultrascale.model.transformer import IGNORE_INDEX
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-NARROW, WIDE = (float8_gemm.NARROW, float8_gemm.WIDE) if DEVICE == "cuda" else (torch.float16, torch.float16)
+NARROW, WIDE = (float8_gemm.E4M3, float8_gemm.E5M2) if DEVICE == "cuda" else (torch.float16, torch.float16)
 # What a GPU compiles differs by what it reads; the last size has full tiles alone, as a model's.
 KINDS = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
 TILES = [(32, 64), (40, 48), *([(256, 512)] if DEVICE == "cuda" else [])]
@@ -34,8 +34,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if DEVICE == "cpu":  # several tiles of small matrices; a GPU compiles those that training runs
         for name, size in {"ROWS": 16, "COLUMNS": 32}.items():
             monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(float8_block, "NARROW", NARROW)
-    monkeypatch.setattr(float8_block, "WIDE", WIDE)
+    monkeypatch.setattr(float8_block, "E4M3", NARROW)
+    monkeypatch.setattr(float8_block, "E5M2", WIDE)
     return module
 
 
@@ -91,7 +91,7 @@ def test_gate_cast(width: int, kernels: ModuleType) -> None:
 @pytest.mark.parametrize(("rows", "columns"), TILES)
 def test_casts_of_tiles(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
     x = numbers(rows, columns, size=3e-4, kind=kind)
-    largest = float8_block.largest(x)
+    largest = float8_block.amax(x)
     same_operand(*kernels.cast_transposed(*there(x, largest), NARROW), float8_block.cast_transposed(x, largest))
     out, turned, scale = kernels.cast_and_transpose(*there(x, largest), WIDE)
     kept, other = float8_block.cast_and_transpose(x)
@@ -104,7 +104,7 @@ def test_casts_of_tiles(rows: int, columns: int, kind: torch.dtype, kernels: Mod
 def test_a_norm_is_recomputed_transposed(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
     x, gain = numbers(rows, columns, kind=kind), numbers(columns, seed=1, kind=kind)
     _, normed, roots = float8_block.norm_cast(x, None, gain, 1e-5)
-    largest = float8_block.of_rows(normed)
+    largest = float8_block.amax_bound(normed)
     turned, scale = kernels.cast_transposed(*there(x, largest), NARROW, norm=tuple(there(roots, gain)))
     _, _, wanted = float8_block.norm_backward_cast(torch.zeros_like(x), x, roots, gain, x, largest)
     same_operand(turned, scale, wanted, FEW[kind])
@@ -115,7 +115,7 @@ def test_a_norm_is_recomputed_transposed(rows: int, columns: int, kind: torch.dt
 def test_gate_backward_cast(rows: int, width: int, kind: torch.dtype, kernels: ModuleType) -> None:
     grad, both = numbers(rows, width, size=1e-5, kind=kind), numbers(rows, 2 * width, seed=1, kind=kind)
     gated, of_both = float8_block.gate_cast(both)
-    scales = float8_block.largest(grad), of_both, float8_block.of_rows(gated)
+    scales = float8_block.amax(grad), of_both, float8_block.amax_bound(gated)
     kept, turned, again, scale, gated_scale = kernels.gate_backward_cast(*there(grad, both, *scales), (WIDE, NARROW))
     wanted = float8_block.gate_backward_cast(grad, both, *scales[1:])
     for data, of_data, operand in zip((kept, turned, again), (scale, scale, gated_scale), wanted, strict=True):
@@ -143,7 +143,7 @@ def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.M
         for name, size in {"BLOCK": 64, "ROWS": 16, "COLUMNS": 32}.items():
             monkeypatch.setattr(module, name, size)
     logits, targets = numbers(24, vocab, size=3.0, kind=kind), torch.arange(24)
-    targets[[3, 7]] = IGNORED
+    targets[[3, 7]] = IGNORE_INDEX
     turned, wanted_turned = (torch.ones(vocab, 56, dtype=WIDE, device=device) for device in (DEVICE, "cpu"))
     losses, wanted_losses = (torch.empty(24, device=device) for device in (DEVICE, "cpu"))
     # fp16 holds numbers up to twice the factor, as e5m2 does.

@@ -12,7 +12,7 @@ from model.builders import initialize
 from ultrascale.cost.memory import activations
 from ultrascale.kernels import loss
 from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
-from ultrascale.model.transformer import IGNORED, Transformer
+from ultrascale.model.transformer import IGNORE_INDEX, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.train.memory import LiveBytes
 
@@ -27,7 +27,7 @@ def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.floa
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((x @ weight.t()).float(), targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy((x @ weight.t()).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def close(actual: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> None:
@@ -40,7 +40,7 @@ def close(actual: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> No
 def test_value_and_gradients_of_whole_logits(tokens: int, hidden: int, vocab: int, chunk: int, ignored: str) -> None:
     x, weight, targets = inputs(tokens, hidden, vocab)
     if ignored != "none":
-        targets[:: 3 if ignored == "some" else 1] = IGNORED
+        targets[:: 3 if ignored == "some" else 1] = IGNORE_INDEX
     found = linear_cross_entropy(x, weight, targets, chunk)
     wanted = plain(x, weight, targets)
     close(found.detach(), wanted.detach())
@@ -98,7 +98,7 @@ def test_a_model_with_chunked_loss_equals_one_without(tied: bool, monkeypatch: p
     assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()]
     tokens, positions = torch.arange(32).view(2, 16) % model.vocab, torch.arange(16)
     targets = tokens.flip(-1).clone()
-    targets[0, :3] = IGNORED
+    targets[0, :3] = IGNORE_INDEX
     assert torch.equal(one(tokens, positions), other(tokens, positions))
     totals = [transformer(tokens, positions, targets) for transformer in (one, other)]
     close(totals[1].detach(), totals[0].detach())

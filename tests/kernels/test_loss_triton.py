@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ultrascale.model.transformer import IGNORED
+from ultrascale.model.transformer import IGNORE_INDEX
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,9 +29,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_loss_and_gradient(vocab: int, kernel: ModuleType) -> None:
     """Rows of less than a block, of one, and of two and a part; targets at both ends, and one that is ignored."""
     logits = (torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
-    targets = torch.tensor([0, vocab - 1, IGNORED, vocab // 2], device=DEVICE)
+    targets = torch.tensor([0, vocab - 1, IGNORE_INDEX, vocab // 2], device=DEVICE)
     reference = logits.clone().requires_grad_()
-    wanted = F.cross_entropy(reference, targets, ignore_index=IGNORED, reduction="none")
+    wanted = F.cross_entropy(reference, targets, ignore_index=IGNORE_INDEX, reduction="none")
     wanted.sum().backward()
     losses = torch.empty(4, device=DEVICE)
     kernel.loss_and_gradient_(logits, targets, losses)

@@ -227,10 +227,10 @@ def test_process_states_and_exit_reasons() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_stop_signal_is_forwarded_to_every_rank_and_awaited(number: signal.Signals) -> None:
-    before = [signal.getsignal(one) for one in signals.STOP]
+    before = [signal.getsignal(one) for one in signals.STOP_SIGNALS]
     results = local.run(until_stopped, 3, number, timeout_s=30, stoppable=True)
     assert results == [(rank, number.name) for rank in range(3)]
-    assert [signal.getsignal(one) for one in signals.STOP] == before
+    assert [signal.getsignal(one) for one in signals.STOP_SIGNALS] == before
     assert_no_process_is_left()
 
 

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from ultrascale.launch import signals as stopping
-from ultrascale.launch.signals import STOP, StopSignals
+from ultrascale.launch.signals import STOP_SIGNALS, StopSignals
 
 
-@pytest.mark.parametrize("number", STOP, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_the_first_signal_is_recorded_without_exiting(number: signal.Signals) -> None:
     with StopSignals() as stop:
         assert stop.received is None
@@ -36,7 +36,7 @@ def test_old_handlers_are_restored() -> None:
 
 def test_simultaneous_signals_count_once_and_later_ones_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal signals every process of the group, and the parent hands the same signal on."""
-    monkeypatch.setattr(stopping, "SAME_S", 0.3)
+    monkeypatch.setattr(stopping, "REPEATED_SIGNAL_S", 0.3)
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.launch import local
-from ultrascale.launch.heartbeat import Heartbeat, RankStatus, SharedMemoryHeartbeat, StoreHeartbeat, silent
+from ultrascale.launch.heartbeat import Heartbeat, RankStatus, SharedMemoryHeartbeat, StoreHeartbeat, silent_ranks
 from ultrascale.launch.watchdog import Watchdog, lost_a_peer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
@@ -323,7 +323,7 @@ def test_heartbeat_interval_grows_with_the_number_of_ranks() -> None:
 def test_a_rank_without_a_heartbeat_between_two_checks_is_silent() -> None:
     before = {0: RankStatus(1, "a", 0.0, 1), 1: RankStatus(1, "a", 0.0, 4)}
     now = {0: RankStatus(2, "b", 0.0, 2), 1: RankStatus(1, "a", 0.0, 4), 2: RankStatus(1, "a", 0.0, 0)}
-    assert silent(before, now) == [1]
+    assert silent_ranks(before, now) == [1]
 
 
 def test_program_errors_are_not_lost_peers() -> None:

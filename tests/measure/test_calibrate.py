@@ -25,7 +25,7 @@ from ultrascale.measure.calibrate import (
     fit_memory,
     measured_peak,
 )
-from ultrascale.measure.calibrate_fit import Base, fit
+from ultrascale.measure.calibrate_fit import InitialConstants, fit
 from ultrascale.measure.calibrate_fit import StepTimeModel as Fitted
 from ultrascale.measure.calibrate_runs import CalibrationRun, _one_machine, load
 from ultrascale.show.calibrate import show_calibration
@@ -254,7 +254,7 @@ def test_the_verb_from_folders_to_a_plan(run: Run, tmp_path: Path) -> None:
 def test_workspaces_and_holes_of_an_allocator(tmp_path: Path) -> None:
     write(tmp_path / "runs.jsonl", simulated_runs(), extra_gib=0.07)
     runs = load([tmp_path / "runs.jsonl"])
-    base = Base.of(runs[0].job)
+    base = InitialConstants.of(runs[0].job)
     peaks = [measured_peak(base, one) for one in runs]
     found = fit_memory([replace(one, holes=0.1 * one.moving) for one in peaks if one is not None])
     assert found["workspace_gib"] == pytest.approx(0.07, abs=1e-3)
@@ -340,9 +340,10 @@ def test_cpu_constants_are_recovered_from_independent_runs() -> None:
         job = Job(model=Model.load(model), cluster=base, seq=seq, batch_tokens=layout.batch_tokens(seq), precision="fp32")
         real = job.changed(cluster=base.model_copy(update={"efficiency": truth}))
         runs.append(CalibrationRun(f"{model}-{seq}-{mbs}", job, layout, estimate(real, layout).step_time_s, 0.02))
-    found = fit(Fitted(Base.of(runs[0].job), runs), range(len(runs)))
+    found = fit(Fitted(InitialConstants.of(runs[0].job), runs), range(len(runs)))
     named = {
-        constant.name: Base.of(runs[0].job).moved(constant, by)[constant.fields[0]] for constant, by in found.moves.items()
+        constant.name: InitialConstants.of(runs[0].job).shifted(constant, by)[constant.fields[0]]
+        for constant, by in found.moves.items()
     }
     assert set(named) == {"matmul", "kernel_launch_s", "softmax_gscores_s"}
     for name, value in named.items():

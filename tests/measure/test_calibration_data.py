@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.measure.calibrate_fit import Base
+from ultrascale.measure.calibrate_fit import InitialConstants
 from ultrascale.measure.calibrate_runs import load
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_six_runs_predict_twenty_others_on_a_cpu() -> None:
 def test_other_choices_of_six_are_drawn_by_what_was_predicted() -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "calibration.py"))
     runs = load([script["DATA"]])
-    base = Base.of(runs[0].job)
+    base = InitialConstants.of(runs[0].job)
     least = {run.name for run in sorted(runs, key=lambda run: script["_layer_s"](base, run))[:9]}
     draws = script["drawn"](script["DATA"], 2)
     for draw in draws:

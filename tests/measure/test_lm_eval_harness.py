@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("lm_eval")
 
-from train.test_generate import hf_folder
+from test_generate import hf_folder
 from ultrascale.measure.lm_eval_harness import UltrascaleLM
 from ultrascale.specs.errors import SpecError
 

@@ -19,7 +19,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.launch import launcher
 from ultrascale.launch.cpu_rates import CPURates, LinkRate
 from ultrascale.launch.machine import cpu_cluster
-from ultrascale.measure.profile_memory import MOST, MemoryTimeline, draw, from_record, thinned
+from ultrascale.measure.profile_memory import MAX_ROWS, MemoryTimeline, draw, from_record, thinned
 from ultrascale.parallel import comm
 from ultrascale.schedules import build
 from ultrascale.specs.cluster import Cluster
@@ -247,7 +247,7 @@ def test_the_allocators_record_becomes_a_timeline() -> None:
 def test_a_thinned_timeline_keeps_its_peak_and_its_beginning() -> None:
     rows = [(float(place), 7.0, float(place % 977)) for place in range(50_000)]
     few = thinned(rows)
-    assert len(few) <= MOST + 1
+    assert len(few) <= MAX_ROWS + 1
     assert few[0] == rows[0]
     assert max(sum(row[1:]) for row in few) == 7.0 + 976.0
     picture = draw(MemoryTimeline(("parameters", "activations"), few, "by hand"), "a <title>", capacity=1200.0)

@@ -9,7 +9,7 @@ import torch._dynamo
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure import verify as measure
 from ultrascale.measure.verify import verify
-from ultrascale.measure.verify_layouts import MOST_PROCESSES, compositions, reduced, small_job, spread
+from ultrascale.measure.verify_layouts import MAX_PROCESSES, compositions, pairwise_sample, reduced, small_job
 from ultrascale.measure.verify_recording import Bounds
 from ultrascale.parallel import mesh as meshes
 from ultrascale.specs.cluster import Cluster
@@ -26,7 +26,7 @@ TINY = Model.load("tiny")
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_spread_of_compositions_computes_what_one_process_computes(world):
     job = small_job(TINY, world)
-    for difference in verify(job, spread(compositions(job, world), {2: 6, 4: 8, 8: 6}[world])):
+    for difference in verify(job, pairwise_sample(compositions(job, world), {2: 6, 4: 8, 8: 6}[world])):
         assert difference.ok, difference
 
 
@@ -35,7 +35,7 @@ def test_a_spread_of_compositions_computes_what_one_process_computes(world):
 def test_many_compositions(world, most):
     """`ultrascale verify --world 8 --all` tries the rest, in an hour."""
     job = small_job(TINY, world, sequences=16 if 16 % world == 0 else 4 * world)
-    differences = list(verify(job, spread(compositions(job, world), most)))
+    differences = list(verify(job, pairwise_sample(compositions(job, world), most)))
     assert not [one for one in differences if not one.ok]
 
 
@@ -117,7 +117,7 @@ def test_a_large_plan_is_shrunk_with_its_layout():
     layout = Layout(dp=8, tp=4, pp=2, schedule="interleaved", virtual_stages=2, zero=1, gas=64)
     estimate(large(layout), layout)  # legal as planned
     job, small, notes = reduced(large(layout), layout)
-    assert small.gpus <= MOST_PROCESSES
+    assert small.gpus <= MAX_PROCESSES
     assert (small.tp, small.pp, small.schedule, small.zero) == (4, 2, "interleaved", 1)
     assert (job.model.layers, job.model.heads, job.model.kv_heads) == (80, 64, 8)
     assert job.precision == "fp32"

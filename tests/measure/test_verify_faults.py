@@ -22,7 +22,7 @@ from ultrascale.parallel import context, tensor
 from ultrascale.parallel.data import BucketedGrads
 from ultrascale.parallel.expert import TokenDispatcher
 from ultrascale.parallel.pipeline import Pipeline
-from ultrascale.parallel.tensor import ALONE
+from ultrascale.parallel.tensor import SINGLE_RANK
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
@@ -55,7 +55,7 @@ def no_tensor_all_reduce(patch: Patch) -> None:
     def around(original, model, axis, sequence, deferred):
         original(model, axis, sequence, deferred)
         if "1" in model.blocks:
-            model.blocks["1"].attention.out.axis = ALONE
+            model.blocks["1"].attention.out.axis = SINGLE_RANK
 
     wrapped(patch, tensor, "_replace_modules", around)
 
@@ -132,7 +132,7 @@ def ring_gradients_stay_away(patch: Patch) -> None:
 
     def around(original, saved, axis, variant):
         dq, _, _ = original(saved, axis, variant)
-        _, dk, dv = saved.backward(context.OWN, saved.k, saved.v)
+        _, dk, dv = saved.backward(context.DIAGONAL_TILE, saved.k, saved.v)
         return dq, dk, dv
 
     wrapped(patch, context, "_ring_backward", around)

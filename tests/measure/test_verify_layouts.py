@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import make_job
-from ultrascale.measure.verify_layouts import compositions, reduced, spread
+from ultrascale.measure.verify_layouts import compositions, pairwise_sample, reduced
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -68,7 +68,7 @@ def test_only_keeps_those_that_use_each_technique():
 
 
 def test_a_spread_of_24_has_every_schedule_and_variant():
-    few = spread(compositions(tiny_job(8), 8), 24)
+    few = pairwise_sample(compositions(tiny_job(8), 8), 24)
     assert len(few) == 24
     assert {layout.schedule for layout in few if layout.pp > 1} == set(REGISTRY)
     assert {layout.context_parallel for layout in few if layout.cp > 1} == {"allgather", "ring", "zigzag", "ulysses"}

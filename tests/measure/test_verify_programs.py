@@ -11,7 +11,7 @@ import torch._dynamo
 import torch.distributed.checkpoint  # once here, and not once in every fork
 
 from ultrascale.measure.verify_programs import Launch, Program, ProgramGenerator, simpler
-from ultrascale.measure.verify_runs import check_program, shortened
+from ultrascale.measure.verify_runs import check_program, shrink
 from ultrascale.parallel import torch_private
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.show.verify import coverage, failure, program_row
@@ -152,7 +152,7 @@ def test_stale_gradients_after_an_evaluation_are_found_and_minimized(monkeypatch
     )
     assert not failed.ok
     assert failed.difference.startswith("step 3 of launch 1: grad_norm")
-    short = shortened(failed)
+    short = shrink(failed)
     assert len(short.program.launches) == 1
     assert short.program.launches[0].layout.zero == 1
     assert short.program.launches[0].eval_every

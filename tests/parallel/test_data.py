@@ -18,7 +18,7 @@ from ultrascale.launch import local
 from ultrascale.parallel import comm, data
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import mean_start
-from ultrascale.parallel.tensor import ALONE
+from ultrascale.parallel.tensor import SINGLE_RANK
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 
@@ -223,7 +223,7 @@ def test_the_first_micro_batch_overwrites_old_gradients(fields: dict[str, Any]) 
 
 def test_an_unused_parameter_has_a_zero_gradient() -> None:
     used, unused = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
-    gradients = data.BucketedGrads(torch.nn.ModuleList([used, unused]), ALONE, "bucketed", torch.float32)
+    gradients = data.BucketedGrads(torch.nn.ModuleList([used, unused]), SINGLE_RANK, "bucketed", torch.float32)
     for step in range(2):
         for bucket in gradients.buckets:
             bucket.flat.fill_(7.0)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from parallel.harness import RankResult, in_ranks, job_of, train, training_of
 from ultrascale.kernels import float8, fused
 from ultrascale.kernels.float8 import Float8Linear
-from ultrascale.kernels.float8_gemm import NARROW, Float8Gemms, Float8Weight, quantise
+from ultrascale.kernels.float8_gemm import E4M3, Float8Gemms, Float8Weight, quantise
 from ultrascale.kernels.selection import Kernels
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel.tensor import ALONE
+from ultrascale.parallel.tensor import SINGLE_RANK
 from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout
@@ -116,9 +116,9 @@ def test_scales_are_those_of_the_compute_dtype(monkeypatch: pytest.MonkeyPatch) 
     """449 is 448 in bf16, which just fits: with a scale of the fp32 weight, half of fp8's range would be lost."""
     monkeypatch.setattr("ultrascale.parallel.zero.local_tensor", lambda weight: weight.data)
     weight = torch.nn.Parameter(torch.tensor([[449.0, -1.0], [3.0, 0.3]]))
-    scales = Float8GatherScales([[weight]], ALONE, torch.bfloat16, torch.device("cpu"))
+    scales = Float8GatherScales([[weight]], SINGLE_RANK, torch.bfloat16, torch.device("cpu"))
     scales.update()
-    assert float(scales.scales) == float(quantise(weight.data.bfloat16(), "tensor", NARROW).scale) == 1.0
+    assert float(scales.scales) == float(quantise(weight.data.bfloat16(), "tensor", E4M3).scale) == 1.0
 
 
 def exchanged(engine: Engine) -> Counter[tuple[str, int]]:
@@ -170,7 +170,7 @@ def test_optimizer_and_checkpoint_see_plain_tensors() -> None:
 def test_an_fp8_weight_is_not_converted_for_the_matmul() -> None:
     torch.manual_seed(0)
     weight, x, grad = torch.randn(32, 48), torch.randn(16, 48), torch.randn(16, 32)
-    narrow = Float8Weight(*quantise(weight, "tensor", NARROW), torch.float32)
+    narrow = Float8Weight(*quantise(weight, "tensor", E4M3), torch.float32)
     numbers = Float8Gemms("tensor")
     assert torch.equal(numbers.forward(x, narrow), numbers.forward(x, weight))
     assert torch.equal(numbers.grad_input(grad, narrow), numbers.grad_input(grad, weight))
@@ -187,7 +187,7 @@ def test_a_compiled_fp8_matmul_is_one_graph() -> None:
     linear = Float8Linear(torch.nn.Linear(48, 32), Float8Gemms("tensor"))
     x = torch.randn(16, 48, requires_grad=True)
     expected = torch.autograd.grad(linear(x).square().sum(), x)[0]
-    linear.weight = torch.nn.Parameter(Float8Weight(*quantise(linear.weight.data, "tensor", NARROW), torch.float32))
+    linear.weight = torch.nn.Parameter(Float8Weight(*quantise(linear.weight.data, "tensor", E4M3), torch.float32))
     compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
     compiled(x).square().sum().backward()
     assert torch.equal(x.grad, expected)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from parallel.harness import check
 from ultrascale.launch import local
-from ultrascale.model.transformer import IGNORED, CrossEntropy
+from ultrascale.model.transformer import IGNORE_INDEX, CrossEntropy
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.tensor import VocabParallelCrossEntropy
 
@@ -83,7 +83,7 @@ def _logits() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 12, generator=generator) * 60
     targets = torch.randint(12, (2, 3), generator=generator)
-    targets[1, 1] = IGNORED
+    targets[1, 1] = IGNORE_INDEX
     return logits, targets
 
 

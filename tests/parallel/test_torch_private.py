@@ -93,7 +93,7 @@ def test_the_memory_recorder_has_the_same_arguments() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch multiplies fp8 on a GPU")
 def test_fp8_matmuls() -> None:
-    left, right = (float8_gemm.quantise(torch.ones(16, 16, device="cuda"), "tensor", float8_gemm.NARROW) for _ in range(2))
+    left, right = (float8_gemm.quantise(torch.ones(16, 16, device="cuda"), "tensor", float8_gemm.E4M3) for _ in range(2))
     assert float8_gemm.multiply(left, right, torch.bfloat16)[0, 0].item() == 16.0
 
 

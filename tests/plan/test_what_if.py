@@ -6,32 +6,18 @@ import re
 
 import pytest
 
+from builders import make_plan
 from ultrascale.cost.estimate import estimate
 from ultrascale.plan.what_if import AXES, largest, what_if
-from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.framework import Framework
-from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
 GIB = 2**30
 N8 = 8_030_261_248
 
 
-def planned(layout: Layout, model: str = "llama-3-8b", cluster: str = "64xh100", seq: int = 8192) -> Plan:
-    job = Job(
-        model=Model.load(model),
-        cluster=Cluster.load(cluster),
-        seq=seq,
-        batch_tokens=layout.batch_tokens(seq),
-        framework=Framework.load("playbook"),
-    )
-    return Plan(job=job, layout=layout, estimate=estimate(job, layout))
-
-
-TODAY = planned(Layout(dp=64, zero=1, gas=4, recompute="selective"))
+TODAY = make_plan(Layout(dp=64, zero=1, gas=4, recompute="selective"))
 
 
 def peak(plan: Plan, change: str) -> float:
@@ -156,9 +142,9 @@ def fits(plan: Plan, axis: str, value: int) -> bool:
 
 PLANS = {
     "zero-1": TODAY,
-    "zero-3": planned(Layout(dp=64, zero=3, gas=4)),
-    "pipeline": planned(Layout(dp=4, tp=4, pp=4, gas=8, zero=1, recompute="selective"), model="llama-3-70b"),
-    "context": planned(Layout(dp=8, cp=8, zero=3, gas=2, recompute="full"), seq=65536),
+    "zero-3": make_plan(Layout(dp=64, zero=3, gas=4)),
+    "pipeline": make_plan(Layout(dp=4, tp=4, pp=4, gas=8, zero=1, recompute="selective"), model="llama-3-70b"),
+    "context": make_plan(Layout(dp=8, cp=8, zero=3, gas=2, recompute="full"), seq=65536),
 }
 
 
@@ -178,14 +164,14 @@ def test_the_largest_fits_and_the_next_does_not(name: str, axis: str, unit: int)
 
 
 def test_learned_positions_limit_the_sequence_before_memory() -> None:
-    plan = planned(Layout(dp=8, zero=3, recompute="full"), model="gpt2-xl", cluster="8xh100", seq=512)
+    plan = make_plan(Layout(dp=8, zero=3, recompute="full"), model="gpt2-xl", cluster="8xh100", seq=512)
     found = largest(plan, "seq")
     assert found.largest == "seq = 1,024 tokens"
     assert "not memory that stops it" in found.stopped_by
 
 
 def test_nothing_fits_at_all() -> None:
-    plan = planned(Layout(dp=8, gas=4), model="llama-3-70b", cluster="8xh100")
+    plan = make_plan(Layout(dp=8, gas=4), model="llama-3-70b", cluster="8xh100")
     with pytest.raises(SpecError, match=r"nothing fits, even mbs = 1 needs"):
         largest(plan, "mbs")
 

@@ -44,9 +44,9 @@ def test_counts_of_all_ranks_follow_their_lists(name: str, virtual_stages: int) 
             assert found.deferred[rank, at].tolist() == deferred
             assert KINDS[found.kind[rank, at]] is kind
             assert found.stage[rank, at] == stage
-            assert found.ended[rank, at].tolist() == ended
-            assert found.begun[rank, at] == (ended[own] > 0)
-            assert found.over[rank, at].tolist() == [count == microbatches for count in ended]
+            assert found.backwards_done[rank, at].tolist() == ended
+            assert found.after_first_backward[rank, at] == (ended[own] > 0)
+            assert found.after_last_backward[rank, at].tolist() == [count == microbatches for count in ended]
             deferred[own] -= kind is ActionKind.W
             ended[own] += kind in (ActionKind.B, ActionKind.W)
         assert (found.kind[rank, len(schedule.actions[rank]) :] == -1).all()

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from parallel.harness import in_ranks, job_of, one_process, relative, training_of
+from ultrascale.convert import to_hf
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.train import checkpoint
 from ultrascale.train.async_checkpoint import CheckpointManager, restore
 from ultrascale.train.build import build_engine
-from ultrascale.train.convert import to_hf
 from ultrascale.train.engine import Engine
 
 BATCH, BEFORE, STEPS = 8, 2, 5

@@ -117,13 +117,13 @@ def import_(
     Scripts and Python files are read, never run. Assumptions are printed as notes; settings without a place in a plan are
     listed as not read. Exit 0 even if the layout does not fit.
     """
-    from ultrascale.export.read import Given, plan_from
+    from ultrascale.export.read import ImportOptions, plan_from
     from ultrascale.show import export as show
     from ultrascale.specs.framework import Framework
     from ultrascale.specs.model import Model
     from ultrascale.specs.units import tokens
 
-    given = Given(
+    given = ImportOptions(
         cluster=None if cluster is None else cluster_named(cluster),
         model=None if model is None else Model.load(model),
         seq=None if seq is None else tokens(seq, "--seq", "8192 or 8k"),

@@ -42,8 +42,8 @@ def generate(
     from ultrascale.train import import_torch
 
     import_torch()
+    from ultrascale import generate as work
     from ultrascale.specs.printable import printable
-    from ultrascale.train import generate as work
 
     sampling = work.Sampling(temperature, top_k, seed)
     model = work.load(path, tokenizer, device)

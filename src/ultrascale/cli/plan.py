@@ -168,7 +168,7 @@ def explain(
     from ultrascale.cost.legality import check
     from ultrascale.plan import what_if as changes
     from ultrascale.show import explain as show
-    from ultrascale.show.lines import picked
+    from ultrascale.show.lines import attributes
     from ultrascale.specs.plan import Plan
 
     if sum((cheatsheet, bool(what_if), largest is not None, row is not None)) > 1:
@@ -189,7 +189,7 @@ def explain(
     elif what_if:
         answers = [changes.what_if(loaded, change) for change in what_if]
         if as_json:
-            print_json([picked(one, "change", "layout", "estimate", "problem") for one in answers])
+            print_json([attributes(one, "change", "layout", "estimate", "problem") for one in answers])
         else:
             show.show_what_if(console, loaded, answers)
     elif largest is not None:

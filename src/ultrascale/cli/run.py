@@ -258,7 +258,7 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
 
     given = None if program is None else Program.load(program)
     import_torch()
-    from ultrascale.measure.verify_runs import check_program, shortened
+    from ultrascale.measure.verify_runs import check_program, shrink
 
     drawing, verdicts, count = ProgramGenerator(seed, processes), [], runs or 1
     echo(show.RUNS_HEADING)
@@ -268,7 +268,7 @@ def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | No
             verdict = check_program(given or drawing.next())
             echo(f"{number:>{len(str(count))}}/{count}  {show.program_row(verdict)}")
             if not verdict.ok:
-                verdict = shortened(verdict, say)
+                verdict = shrink(verdict, say)
                 folder = Path("verify-failed") / f"seed-{seed}-{number}"
                 for line in show.failure(verdict, folder):
                     echo(line)
@@ -330,9 +330,9 @@ def convert(
     [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
     """
+    from ultrascale import convert as weights
     from ultrascale.launch import launcher
     from ultrascale.specs.units import GIB
-    from ultrascale.train import convert as weights
 
     with progress() as say:
         dest = weights.convert(

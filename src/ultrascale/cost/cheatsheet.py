@@ -226,10 +226,11 @@ class OverlapRatio:
 
     technique: str
     printed_form: str
-    printed: float | None
+    printed: float
     corrected_form: str
-    corrected: float | None
-    slip: str
+    corrected: float
+    correction: str
+    """why the printed form is wrong"""
 
 
 def data_ratio(dp: int, parameters: float, tokens: float, peak_flops: float, bandwidth: float) -> OverlapRatio:

@@ -98,7 +98,7 @@ def zero_traffic(work: Workload, elements: Array, expert_elements: Array, narrow
 # the same bytes (Korthikanti 2022, section 4.2.2).
 
 
-REGIONS = 2  # attention and MLP
+SUBLAYERS = 2  # attention and MLP
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class TensorTraffic:
     def layer_s(self) -> Array:
         """One direction of one layer: each region is entered and left."""
         region = np.where(self.with_sequence, self.gather.time_s + self.scatter.time_s, self.reduce.time_s)
-        return np.asarray(REGIONS * region)
+        return np.asarray(SUBLAYERS * region)
 
     @property
     def gather_again_s(self) -> Array:
         """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind matmuls."""
-        return np.where(self.with_sequence, REGIONS * self.gather.time_s, 0.0)
+        return np.where(self.with_sequence, SUBLAYERS * self.gather.time_s, 0.0)
 
 
 def tensor_traffic(work: Workload) -> TensorTraffic:
@@ -261,12 +261,12 @@ def expert_traffic(work: Workload) -> ExpertTraffic:
 
 def gathered_tokens(work: Workload) -> tuple[CollectiveTransfer, CollectiveTransfer]:
     """With the all-gather dispatcher: every rank's tokens on every expert rank, and their outputs summed on the way back."""
-    token_bytes = ep_tokens_bytes(work) * work.columns.ep
+    token_bytes = routed_token_bytes(work) * work.columns.ep
     gather = transfer(work.machine, "expert", "all_gather", token_bytes, work.places.expert)
     return gather, transfer(work.machine, "expert", "reduce_scatter", token_bytes, work.places.expert)
 
 
-def ep_tokens_bytes(work: Workload) -> Array:
+def routed_token_bytes(work: Workload) -> Array:
     """Of the tokens that a rank routes, each once."""
     job, columns = work.job, work.columns
     cut = columns.routed_cut(job.framework.transformer_engine)
@@ -330,7 +330,7 @@ def _node_wise_s(work: Workload) -> Array:
     among = np.where(finer, np.maximum(1.0, domains * moe.top_groups / moe.groups), domains)
     choices = np.where(finer | (moe.groups == 1), moe.top_k, min(moe.top_k, moe.top_groups))
     domains_reached = among * (1 - (1 - 1 / among) ** choices)
-    token = ep_tokens_bytes(work)
+    token = routed_token_bytes(work)
     across = domains_reached * (domains - 1) / domains * token / machine.inter.bytes_per_s
     inside = moe.top_k * token * (group.per_domain - 1) / group.per_domain / machine.intra("all_to_all").bytes_per_s
     return np.asarray(np.maximum(across, inside) + machine.inter.latency_s * (domains > 1) + machine.intra("all_to_all").base_s)

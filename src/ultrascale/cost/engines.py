@@ -11,7 +11,7 @@ from ultrascale.cost import legality
 from ultrascale.cost.columns import Array, LayoutColumns, encode
 from ultrascale.cost.legality import Rule
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.engine import OWN, EngineLimits, model_problem
+from ultrascale.specs.engine import OWN_ENGINE, EngineLimits, model_problem
 from ultrascale.specs.errors import divisors, near
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
@@ -24,7 +24,7 @@ def job_problem(job: Job, engine: str | None = None) -> str | None:
     name = job.framework.engine if engine is None else engine
     if not name:
         return None
-    if name == OWN:
+    if name == OWN_ENGINE:
         if (sentence := model_problem(job.model)) is not None:
             return sentence
         if OPTIMIZERS[job.optimizer].moments is None:
@@ -162,7 +162,7 @@ def _torchtitan_splits_layers(job: Job, c: LayoutColumns) -> Array:
 
 
 _COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
-    OWN: (
+    OWN_ENGINE: (
         Rule(("tp",), lambda job, c: np.asarray(job.model.vocab % c.tp == 0), _vocabulary_sentence),
         Rule(("data_parallel", "pp", "schedule", "ep"), _ddp_supported, _ddp_sentence),
         Rule(

@@ -26,12 +26,12 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
-ENOUGH = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
+MIN_SIMILAR_RUNS = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
 LOW, HIGH = 0.10, 0.90
 
 
 @dataclass(frozen=True)
-class StageFill:
+class MemoryDraft:
     """How full the stages of a layout are, which decides whether it is worth simulating."""
 
     view: LayoutRows
@@ -64,7 +64,7 @@ class StageFill:
 
 
 @dataclass(frozen=True)
-class DraftEstimate(StageFill):
+class DraftEstimate(MemoryDraft):
     """What ranks a layout: its time by cause and its fullest stage; `whole` adds what people want to know besides."""
 
     time: Time
@@ -89,15 +89,15 @@ def drafts(job: Job, layouts: Sequence[Layout]) -> list[DraftEstimate]:
     return add_times(memory_drafts(job, layouts))
 
 
-def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[StageFill]:
+def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[MemoryDraft]:
     """The memory of each, without its time."""
     if not legal_rows(job, LayoutColumns.of(layouts)).all():
         for layout in layouts:
             check(job, layout)
-    return [StageFill(view, peaks(view)) for view in views(job, layouts)]
+    return [MemoryDraft(view, peaks(view)) for view in views(job, layouts)]
 
 
-def add_times(found: Sequence[StageFill]) -> list[DraftEstimate]:
+def add_times(found: Sequence[MemoryDraft]) -> list[DraftEstimate]:
     """The same with their time, all pipelines simulated together, be they of one job or of several."""
     pipelines = [one.view for one in found if one.view.layout.pp > 1]
     took = iter(pipelines_s(pipelines))
@@ -288,7 +288,7 @@ def similar(job: Job, without_source: str | None = None) -> tuple[list[Predictio
     )
     for words, found in circles:
         sources = len({row["source"] for row in found})
-        if len(found) >= ENOUGH and sources >= 2:
+        if len(found) >= MIN_SIMILAR_RUNS and sources >= 2:
             return _errors(found), f"{len(found)} runs of {sources} sources: {words}"
     return _errors(rows), f"{len(rows)} runs: all models"
 

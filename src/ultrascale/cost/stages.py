@@ -133,10 +133,8 @@ def representative_ranks(shares: tuple[tuple[int, ...], ...]) -> tuple[int, ...]
 class ChunkGradients:
     """Bytes of each chunk's gradients."""
 
-    begun: Array
-    """from its first backward on"""
-    over: Array
-    """after its last"""
+    after_first_backward: Array
+    after_last_backward: Array
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ultrascale.cost.step import ComponentTimes, component_times, depends_on, en
 from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
 
-Variant = tuple[str, int]
+ScheduleVariant = tuple[str, int]  # a schedule and its virtual stages
 Share: TypeAlias = tuple[int, ...]
 BLOCK = 16_384  # rows at a time: the working arrays of a block stay in the cache
 
@@ -33,7 +33,7 @@ class Table:
     """Cores of one pipeline degree under every variant, as arrays of cores × variants."""
 
     cores: LayoutColumns
-    variants: tuple[Variant, ...]
+    variants: tuple[ScheduleVariant, ...]
     legal: Array
     peak_bytes: Array
     """exact where it fits, elsewhere a lower bound"""
@@ -51,19 +51,19 @@ class Table:
 
 
 def evaluate(
-    job: Job, cores: LayoutColumns, variants: Sequence[Variant], machine: ClusterRates, capacity_bytes: float
+    job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], machine: ClusterRates, capacity_bytes: float
 ) -> Table:
     """All cells that fit."""
-    return LayoutTable(job, cores, tuple(variants), machine).evaluate(np.arange(len(cores)), capacity_bytes)
+    return SearchTable(job, cores, tuple(variants), machine).evaluate(np.arange(len(cores)), capacity_bytes)
 
 
 @dataclass(frozen=True)
-class LayoutTable:
+class SearchTable:
     """Cores of one pipeline degree and their variants: lower bounds of all, exact figures of those asked for."""
 
     job: Job
     cores: LayoutColumns
-    variants: tuple[Variant, ...]
+    variants: tuple[ScheduleVariant, ...]
     machine: ClusterRates
 
     @cached_property
@@ -119,7 +119,7 @@ class _VariantGroup:
 
     job: Job
     cores: LayoutColumns
-    variants: Sequence[Variant]
+    variants: Sequence[ScheduleVariant]
     machine: ClusterRates
 
     @cached_property
@@ -292,7 +292,7 @@ def _slowest(ranks: list[Passes]) -> Passes:
 
 
 def _makespan(
-    variant: Variant, pp: int, cores: LayoutColumns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
+    variant: ScheduleVariant, pp: int, cores: LayoutColumns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
 ) -> Array:
     if pp == 1:
         return np.asarray(cores.gas * slowest.total)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from ultrascale.cost.legality import check
 from ultrascale.cost.memory.chunk import fullest
 from ultrascale.cost.stages import LayoutRows
@@ -41,18 +39,14 @@ def simulated(job: Job, layout: Layout) -> Timeline:
     return simulate(schedule, LayoutRows.of(job, layout).stage_times())
 
 
-def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool = False) -> tuple[TimelinePoint, ...]:
-    """Every action of `stage` with what it holds meanwhile, then the optimizer step.
-
-    In the first step the optimizer's states do not exist before the optimizer has run.
-    """
+def memory_timeline(job: Job, layout: Layout, stage: int = 0) -> tuple[TimelinePoint, ...]:
+    """Every action of `stage` with what it holds meanwhile, then the optimizer step."""
     check(job, layout)
     if not 0 <= stage < layout.pp:
         raise SpecError(f"stage is {stage} but the layout has {layout.pp}: try 0 to {layout.pp - 1}")
     view = LayoutRows.of(job, layout)
     state = view.state
-    base = float((state.parameters + state.master)[stage])
-    optimizer = float(np.broadcast_to(state.optimizer, layout.pp)[stage])
+    base = float((state.parameters + state.master + state.optimizer)[stage])
     parts = view.parts()
     saved: dict[tuple[int, int], float] = {}
     points = []
@@ -72,7 +66,7 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
             saved[key] = float(parts.kept[chunk] + parts.dropped[chunk])
             now = fullest(parts.split_layer, parts.loss)
         live = sum(saved.values()) + float(now.activations[chunk])
-        static = base + float(now.gradients[chunk]) + (0.0 if first_step else optimizer)
+        static = base + float(now.gradients[chunk])
         name = f"{kind.value}{microbatch}" + (f" of chunk {chunk}" if layout.virtual_stages > 1 else "")
         points.append(
             TimelinePoint(event.start_s, event.end_s, name, static, live, float(now.buffers[chunk] + now.parameters[chunk]))
@@ -80,6 +74,6 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0, first_step: bool =
         if kind in (ActionKind.B, ActionKind.W):
             saved.pop(key)
     end = points[-1].end_s
-    static = base + float(state.gradients[stage]) + optimizer
+    static = base + float(state.gradients[stage])
     points.append(TimelinePoint(end, end, "optimizer step", static, 0.0, 0.0))
     return tuple(points)

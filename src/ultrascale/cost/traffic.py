@@ -71,7 +71,7 @@ def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Ite
 
 
 Calls = Iterator[tuple[CollectiveTransfer, float]]
-COUNT = 8  # bytes of a number of tokens
+COUNT_BYTES = 8  # of a number of tokens
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
     if stage.layout.recompute == "full":
-        left = communication.REGIONS - stage.job.framework.exact_memory_trace
-        return communication.REGIONS * stage.layers, left * stage.layers
+        left = communication.SUBLAYERS - stage.job.framework.exact_memory_trace
+        return communication.SUBLAYERS * stage.layers, left * stage.layers
     return (stage.moe_layers if _repeats(stage) else 0), 0
 
 
@@ -152,7 +152,7 @@ def _tensor(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
     inside = communication.tensor_traffic(stage.work)
     entered, left = _recompute_entries(stage)
-    regions = communication.REGIONS * stage.layers
+    regions = communication.SUBLAYERS * stage.layers
     dense = stage.layers - stage.moe_layers
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
@@ -221,7 +221,7 @@ def _expert(stage: Stage) -> Calls:
         all_to_all = communication.expert_traffic(stage.work).all_to_all
         yield all_to_all, communication.ALL_TO_ALLS * passes * (forwards + 1)
     # Each rank tells the others how many rows come.
-    counts = np.asarray([COUNT * moe.experts])
+    counts = np.asarray([COUNT_BYTES * moe.experts])
     yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), passes * forwards
 
 

@@ -181,7 +181,7 @@ def check(training: Training, vocab: int, seq: int) -> None:
     """Raises SpecError unless a run can read its data; takes milliseconds, before any process starts."""
     found = corpus(training, vocab)
     for text, _ in (*found.parts, *(found.held_out.parts if found.held_out is not None else ())):
-        two_windows(text, seq)
+        checked_windows(text, seq)
 
 
 def absolute(field: str, text: str) -> str:
@@ -208,7 +208,7 @@ def sampled_fingerprint(training: Training, vocab: int) -> int:
 
 def parts(field: str, text: str) -> tuple[MixtureEntry, ...]:
     """Parses `PATH:0.7,PATH:0.3`, or a single name."""
-    if text in (STDLIB, SYNTHETIC) or _exists(text) or ("," not in text and _weighed(text) is None):
+    if text in (STDLIB, SYNTHETIC) or _exists(text) or ("," not in text and _parse_weight(text) is None):
         return (MixtureEntry(text, Fraction(1)),)
     found = [_part(field, text, piece.strip()) for piece in text.split(",")]
     if len(found) > MOST_PARTS:
@@ -217,7 +217,7 @@ def parts(field: str, text: str) -> tuple[MixtureEntry, ...]:
 
 
 def _part(field: str, text: str, piece: str) -> MixtureEntry:
-    weighed = _weighed(piece)
+    weighed = _parse_weight(piece)
     if weighed is None:
         example = f"{piece.rpartition(':')[0] or piece or 'data/first'}:0.7"
         raise SpecError(
@@ -227,7 +227,7 @@ def _part(field: str, text: str, piece: str) -> MixtureEntry:
     return weighed
 
 
-def _weighed(piece: str) -> MixtureEntry | None:
+def _parse_weight(piece: str) -> MixtureEntry | None:
     name, colon, weight = piece.rpartition(":")
     if not colon or not name or _WEIGHT.fullmatch(weight.strip()) is None or not Fraction(weight.strip()):
         return None
@@ -271,7 +271,7 @@ def _fits(field: str, found: TokenSet, vocab: int) -> None:
         )
 
 
-def two_windows(text: Corpus, seq: int) -> int:
+def checked_windows(text: Corpus, seq: int) -> int:
     """The number of windows of the text; SpecError if there are fewer than two."""
     windows = text.windows(seq)
     if windows < 2:

@@ -29,7 +29,7 @@ class SampleOrder:
 
     def train(self, sample: int) -> int:
         epoch, place = divmod(sample, self.train_windows)
-        return permuted(place, self.train_windows, mixed(mixed(self.seed) ^ epoch))
+        return permuted(place, self.train_windows, splitmix64(splitmix64(self.seed) ^ epoch))
 
     def evaluation(self, sample: int) -> int:
         """Held-out windows in order, repeated from the first after the last."""
@@ -50,7 +50,7 @@ class MixturePattern:
         places = np.lexsort((owners, middles))
         self._owners, self._ranks = owners[places], ranks[places]
 
-    def deal(self, sample: int) -> tuple[int, int]:
+    def locate(self, sample: int) -> tuple[int, int]:
         """The set that a sample comes from, and the sample's number within that set."""
         period, place = divmod(sample, self.length)
         owner = int(self._owners[place])
@@ -70,7 +70,7 @@ def _counts(shares: Sequence[Fraction], length: int) -> list[int]:
 
 def seed_of(seed: int, place: int) -> int:
     """The seed of one set of a mixture, by its index."""
-    return mixed(seed ^ mixed(place + 1))
+    return splitmix64(seed ^ splitmix64(place + 1))
 
 
 def permuted(place: int, size: int, key: int) -> int:
@@ -84,13 +84,13 @@ def permuted(place: int, size: int, key: int) -> int:
     while True:
         left, right = place >> half, place & mask
         for round_ in range(6):
-            left, right = right, left ^ (mixed(key + round_ * _GOLDEN ^ right) & mask)
+            left, right = right, left ^ (splitmix64(key + round_ * _GOLDEN ^ right) & mask)
         place = left << half | right
         if place < size:
             return place
 
 
-def mixed(word: int) -> int:
+def splitmix64(word: int) -> int:
     """Hashes 64 bits to 64 well-mixed bits: the finalizer of SplitMix64 (Steele 2014)."""
     word &= _64_BITS
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS

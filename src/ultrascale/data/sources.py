@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from ultrascale.data.corpora import STDLIB, library_sources
 from ultrascale.data.token_files import cannot_read, size_of
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import open_regular
 from ultrascale.specs.units import groups_up_to
 from ultrascale.specs.validate import kind_of, shown
@@ -177,7 +177,7 @@ def _read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
         else:
             yield from _text(span)
     except (OSError, EOFError, zlib.error) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"{name} cannot be read ({reason}): repair it or take it out") from None
 
 

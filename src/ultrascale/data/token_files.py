@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import open_regular
 
 
 def cannot_read(path: Path, error: OSError | ValueError) -> SpecError:
-    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    reason = os_reason(error)
     if isinstance(error, FileNotFoundError):
         return SpecError(f"{path} does not exist: name a file or a folder that does")
     return SpecError(f"{path} cannot be read ({reason}): name one that can")

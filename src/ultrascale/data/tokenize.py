@@ -24,7 +24,7 @@ from ultrascale.data.sources import InputPart
 from ultrascale.data.token_files import END, HEADER_BYTES, Header, size_of, smallest_type
 from ultrascale.data.tokenizer import Tokenizer, load
 from ultrascale.data.worker_pool import WorkerPool, WorkerReport, WorkerTask
-from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.errors import RunError, SpecError, os_reason
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.folders import locked
 from ultrascale.specs.hub import text_folder, tokenizer_file
@@ -201,13 +201,13 @@ def _locked(work: Path) -> Iterator[None]:
         (work / "set").mkdir(parents=True, exist_ok=True)
         (work / LOCK).touch()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"-o: no folder can be made at {work} ({reason}): name another, such as data/tokens") from None
     with locked(work / LOCK, f"-o: another process is writing {work}: wait for it, or name another folder"):
         try:
             yield
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+            reason = os_reason(error)
             raise RunError(f"{work} cannot be written ({reason}): make room, then start the same command again") from None
 
 

@@ -23,7 +23,7 @@ from ultrascale.data import sources
 from ultrascale.data.sources import PIECE, DocumentChunk, InputPart
 from ultrascale.data.token_files import END, smallest_type
 from ultrascale.data.tokenizer import Tokenizer
-from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.errors import RunError, SpecError, os_reason
 
 _MOST_PIECES = 1024  # maximum chunks in one tokenizer call
 _PARENT_CHECK_S = 1.0  # interval of checks whether the parent is alive
@@ -119,7 +119,7 @@ def _worker(pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> 
     except (SpecError, RunError) as error:
         pipe.send(error)
     except OSError as error:
-        pipe.send(RunError(f"tokens cannot be written ({(error.strerror or str(error)).lower()}): make room, then start again"))
+        pipe.send(RunError(f"tokens cannot be written ({os_reason(error)}): make room, then start again"))
     except Exception:
         pipe.send(RunError(f"a worker of the tokenizer failed:\n{traceback.format_exc()}"))
 

@@ -58,7 +58,7 @@ def _check_distributed(s: SettingsReader) -> None:
 def _data_ranks(s: SettingsReader) -> int:
     total, tp, cp = s.whole("num_processes", 1), s["layout.tp"], s["layout.cp"]
     if total % (tp * cp):
-        given = f"num_processes is {total}{s.slip('num_processes')}"
+        given = f"num_processes is {total}{s.misspelling_hint('num_processes')}"
         raise s.error(f"{given} but tp {tp} times cp {cp} does not divide it: try {tp * cp}")
     return int(total // (tp * cp))
 
@@ -69,7 +69,7 @@ def _zero_shards(s: SettingsReader) -> int | None:
     if replicate * shard != dp:
         raise s.error(
             f"dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard} but there are "
-            f"{dp} data ranks{s.slip('num_processes')}: try dp_shard_size {max(1, dp // replicate)}"
+            f"{dp} data ranks{s.misspelling_hint('num_processes')}: try dp_shard_size {max(1, dp // replicate)}"
         )
     return shard * s["layout.cp"] if replicate > 1 else None
 
@@ -127,7 +127,7 @@ TABLE = (
 
 
 def _world(s: Any, where: str) -> tuple[int, int] | None:
-    reader = SettingsReader((), s, where, row.World())
+    reader = SettingsReader((), s, where, row.World(), row.UnmodelledSettings())
     machines, processes = reader.whole("num_machines", 1), reader.whole("num_processes", 1)
     return (machines, processes // machines) if processes % machines == 0 else None
 

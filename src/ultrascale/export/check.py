@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.export import fields, header
-from ultrascale.export.common import OWN, EngineFormat, File
-from ultrascale.export.read import Given, plan_from_text
+from ultrascale.export.common import OWN_KEY, EngineFormat, File
+from ultrascale.export.read import ImportOptions, plan_from_text
 from ultrascale.export.table import World
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import Estimate
@@ -69,9 +69,9 @@ def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:
     job = plan.job if own else plan.job.changed(framework=Framework.load(engine.framework))
     planned = estimate(job, plan.layout)  # the file may have been edited
     wanted = fields.plan_fields(job, plan.layout)
-    settings = {name: value for name, value in engine.parse(file.text, file.name).items() if name != OWN}
+    settings = {name: value for name, value in engine.parse(file.text, file.name).items() if name != OWN_KEY}
     without_model = not fields.has_model(engine.read(settings, file.name, World(job.cluster.gpus)).fields)
-    given = Given(cluster=job.cluster, model=job.model if without_model else None)
+    given = ImportOptions(cluster=job.cluster, model=job.model if without_model else None)
     differences = []
     if without_model and "model" not in engine.program:
         differences.append(ChangedField("model", job.model.name, "a stand-in", engine.lost["model"]))
@@ -94,12 +94,12 @@ def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:
 def _changed_field(
     job: Job, layout: Layout, planned: Estimate, name: str, wanted: object, value: object, engine: EngineFormat
 ) -> ChangedField:
-    room, _, field = name.partition(".")
-    changed_job = job.changed(**{field: value}) if room == "job" and field != "seq" else job
-    changed = layout.changed(**{field: value}) if room == "layout" else layout
-    general = engine.lost.get("model.*") if room == "model" else None
+    section, _, field = name.partition(".")
+    changed_job = job.changed(**{field: value}) if section == "job" and field != "seq" else job
+    changed = layout.changed(**{field: value}) if section == "layout" else layout
+    general = engine.lost.get("model.*") if section == "model" else None
     why = engine.lost.get(name) or general or f"{engine.title} has no such setting"
-    if room == "model" or problem(changed_job, changed) is not None:
+    if section == "model" or problem(changed_job, changed) is not None:
         return ChangedField(name, str(wanted), str(value), why)
     return ChangedField(name, str(wanted), str(value), why, *_change(planned, estimate(changed_job, changed)))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrascale.export.table import OtherSettings, Setting, SettingsReader, World, written
+from ultrascale.export.table import Setting, SettingsReader, UnmodelledSettings, World, written
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.hf_config import config_of, family_of
@@ -17,7 +17,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import shown
 
-OWN = "ultrascale"  # the key of what a file without comments cannot say in its engine's settings
+OWN_KEY = "ultrascale"  # the key of what a file without comments cannot say in its engine's settings
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EngineFormat:
     """variables before that command"""
     program: tuple[str, ...] = ()
     """fields that no setting gives, since the user's program does"""
-    passed: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     """settings that say nothing about a plan"""
     debug_model: Callable[[SettingsReader], Model | None] = field(default=lambda settings: None)
     """the engine's own small model, where the settings name that; an export has it in the place of other models"""
@@ -71,10 +71,10 @@ class EngineFormat:
 
     def read(self, settings: Mapping[str, Any], where: str, world: World) -> SettingsReader:
         """The fields and notes that settings give; `where` is the name of their file."""
-        own = {name: one for name, one in settings.items() if name != OWN}
-        found = SettingsReader(self.table, own, where, world, OtherSettings.of(self.name))
+        own = {name: one for name, one in settings.items() if name != OWN_KEY}
+        found = SettingsReader(self.table, own, where, world, UnmodelledSettings.of(self.name))
         found.read()
-        found.passed(*self.passed)
+        found.ignore(*self.ignored)
         found.notes += [*self.assumed, *found.unread()]
         return found
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from ultrascale.export import table as row
-from ultrascale.export.common import OWN, EngineFormat, File, hugging_face_config
+from ultrascale.export.common import OWN_KEY, EngineFormat, File, hugging_face_config
 from ultrascale.export.fields import Fields
 from ultrascale.export.table import PlanFields, Setting, SettingsReader
 from ultrascale.specs.errors import SpecError
@@ -75,11 +75,11 @@ def _offload(s: SettingsReader) -> str:
     if "nvme" in (s.value(f"zero_optimization.offload_{what}.device") for what in ("param", "optimizer")):
         s.notes.append("offload to nvme is counted as offload to the host's memory")
     parameters = s.word("zero_optimization.offload_param.device", devices, "none")
-    s.passed(*(f"zero_optimization.offload_{what}.pin_memory" for what in ("param", "optimizer")))
+    s.ignore(*(f"zero_optimization.offload_{what}.pin_memory" for what in ("param", "optimizer")))
     optimizer = s.word("zero_optimization.offload_optimizer.device", devices, "none")
     old = "zero_optimization.cpu_offload"  # until 0.4
     parameters = parameters or s.flag(f"{old}_params") or s.flag(f"{old}_param")
-    s.passed(old, f"{old}_use_pin_memory")
+    s.ignore(old, f"{old}_use_pin_memory")
     return "parameters" if parameters else "optimizer" if optimizer or s.flag(old) else "none"
 
 
@@ -127,7 +127,7 @@ def _read_optimizer(s: SettingsReader) -> str:
 
 def _recompute(s: SettingsReader) -> str | None:
     group = "activation_checkpointing"
-    s.passed(f"{group}.partition_activations", f"{group}.contiguous_memory_optimization")
+    s.ignore(f"{group}.partition_activations", f"{group}.contiguous_memory_optimization")
     if group not in s.data:
         return None
     s.notes.append(f"{group} is read as recomputation of whole layers")
@@ -146,7 +146,7 @@ TABLE = (
     Setting(path="layout.zero_shards", read=_zero_shards),
     Setting("zero_optimization.overlap_comm", "framework.overlap", _overlaps, _read_overlap),
     row.constant(
-        "zero_optimization.contiguous_gradients", True, read=lambda s: s.passed("zero_optimization.contiguous_gradients")
+        "zero_optimization.contiguous_gradients", True, read=lambda s: s.ignore("zero_optimization.contiguous_gradients")
     ),
     # Muon needs whole matrices.
     row.constant("zero_optimization.reduce_scatter", False, written=lambda p: p.layout.zero == 3 and p.job.optimizer == "muon"),
@@ -181,7 +181,7 @@ TABLE = (
 
 
 def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str]) -> tuple[File, ...]:
-    text = json.dumps({**settings, OWN: comments}, indent=2, ensure_ascii=True) + "\n"
+    text = json.dumps({**settings, OWN_KEY: comments}, indent=2, ensure_ascii=True) + "\n"
     return (File("ds_config.json", text), *hugging_face_config(job.model))
 
 

@@ -28,7 +28,6 @@ Fields = dict[str, Any]
 JOB = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "attention", "dropout", "total_tokens")
 _PARTS: dict[str, type[BaseModel]] = {"mla": MLA, "moe": MoE, "rope_scaling": RopeScaling}
 _SHORT_CLUSTER = re.compile(r"[0-9]{1,9}x(?:[0-9]{1,9} )?[a-zA-Z][\w\-]*")
-_NAMES = ("model.name", "model.source")
 
 
 def all_field_names() -> set[str]:

@@ -71,7 +71,7 @@ def own_program(plan: Plan) -> NodeProgram:
         f"torchrun {rendezvous} --nproc-per-node {cluster.gpus_per_node} \\\n"
         f"  -m ultrascale train plan.yaml --out runs/{quoted(run)}"
     )
-    script = _filled("torchrun.sh", {**_shape(plan), "where": where, "start": start})
+    script = _fill_template("torchrun.sh", {**_shape(plan), "where": where, "start": start})
     whole = File("plan.yaml", HEADER + to_yaml(plan.to_mapping()))
     needs = "ultrascale must be installed there, with its extra `train`."
     return NodeProgram((whole,), File("torchrun.sh", script), run, needs, "ultrascale:latest", own=True)
@@ -87,7 +87,7 @@ def engine_program(plan: Plan, engine: EngineFormat, files: Sequence[File]) -> N
     start = engine.start.format(torchrun=torchrun, machine=machine if cluster.nodes > 1 else "", folder='"$HERE"')
     where = "Run it on each of them, with NODE_RANK and MASTER_ADDR." if cluster.nodes > 1 else "Run it there."
     words = {**_shape(plan), "title": engine.title, "where": where, "needs": engine.needs, "port": PORT, "start": start}
-    script = File("node.sh", _filled("node.sh", words))
+    script = File("node.sh", _fill_template("node.sh", words))
     run = name_of(f"{plan.job.model.name}-{engine.name}")
     return NodeProgram(tuple(files), script, run, engine.needs, f"{engine.name}:latest", own=False)
 
@@ -99,7 +99,7 @@ def launcher_files(plan: Plan, program: NodeProgram, launcher: str, image: str |
     if not image.isascii() or not image.isprintable() or " " in image or '"' in image or not image:
         raise SpecError(f"--image is {shown(image)} but must name a container image, such as registry.example/ultrascale:1")
     words = _words(plan, program, spec, image)
-    written = [File(name.removesuffix(".txt"), _filled(name, words)) for name in spec["templates"]]
+    written = [File(name.removesuffix(".txt"), _fill_template(name, words)) for name in spec["templates"]]
     if launcher == "kubernetes":
         written = _kubernetes_files(plan, program, words)
     needs_script = not program.own or launcher not in ("slurm", "kubernetes")  # those start our processes themselves
@@ -132,7 +132,7 @@ def _words(plan: Plan, program: NodeProgram, spec: Mapping[str, Any], image: str
         "gpu_count": gpus or 0,
         "accelerator": spec.get("accelerators", {}).get(kind, kind.upper()),
         "cpus": per_gpu * each,
-        **(_own_slurm(program.run, each, per_gpu) if program.own else _foreign_slurm(program.script.name, each, per_gpu)),
+        **(_own_slurm(program.run, each, per_gpu) if program.own else _engine_slurm(program.script.name, each, per_gpu)),
     }
 
 
@@ -151,7 +151,7 @@ def _own_slurm(run: str, each: int, per_gpu: int) -> dict[str, Any]:
     }
 
 
-def _foreign_slurm(script: str, each: int, per_gpu: int) -> dict[str, Any]:
+def _engine_slurm(script: str, each: int, per_gpu: int) -> dict[str, Any]:
     """One task per node, which starts its processes."""
     return {
         "tasks": 1,
@@ -166,7 +166,7 @@ def _foreign_slurm(script: str, each: int, per_gpu: int) -> dict[str, Any]:
     }
 
 
-def _filled(template: str, words: Mapping[str, Any]) -> str:
+def _fill_template(template: str, words: Mapping[str, Any]) -> str:
     text = resources.files("ultrascale.export").joinpath("templates", template).read_text(encoding="utf-8")
     lines = (line for line in text.splitlines() if not any(words[word] is None for word in _WORD.findall(line)))
     return "".join(f"{_WORD.sub(lambda word: str(words[word[1]]), line)}".rstrip() + "\n" for line in lines)

@@ -14,7 +14,7 @@ from ultrascale.export import header, megatron_model, shell
 from ultrascale.export import table as row
 from ultrascale.export.common import EngineFormat, File, quoted
 from ultrascale.export.megatron_model import has_experts
-from ultrascale.export.table import OtherSettings, PlanFields, Setting, SettingsReader, World
+from ultrascale.export.table import PlanFields, Setting, SettingsReader, UnmodelledSettings, World
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import mapping_of
@@ -379,7 +379,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
     """The arguments after pretrain_gpt.py, and under names of their own what the launcher says before it."""
     if where.endswith((".yaml", ".yml")):
         return _parse_yaml(text, where)
-    renamed = OtherSettings.of("megatron").renamed
+    renamed = UnmodelledSettings.of("megatron").renamed
     starts = []
     for words in shell.commands(text, where):
         at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
@@ -416,7 +416,7 @@ def _world(script: Any, where: str) -> tuple[int, int] | None:
     nodes, each = script[_NODES] or 1, script[_GPUS]
     if not each:
         return None
-    needed = _needed_gpus(SettingsReader((), script, where, World(), OtherSettings.of("megatron")))
+    needed = _needed_gpus(SettingsReader((), script, where, World(), UnmodelledSettings.of("megatron")))
     return (needed // each, each) if needed > nodes * each and needed % each == 0 else (nodes, each)
 
 
@@ -449,7 +449,7 @@ ENGINE = EngineFormat(
     start="bash {folder}/run.sh",
     environment="MEGATRON_LM=/path/to/Megatron-LM ",
     needs="Megatron-LM must be there, in the working directory or where MEGATRON_LM says.",
-    passed=(
+    ignored=(
         *(_NODES, _GPUS),
         *("--expert-tensor-parallel-size", "--recompute-method", "--recompute-num-layers", "--ckpt-format", "--eval-iters"),
         *("--fp8-recipe", "--exp-avg-sq-dtype", "--sequence-parallel", "--cp-comm-type"),

@@ -154,7 +154,7 @@ def _dense_layers(s: SettingsReader) -> int:
 
 
 def _shared_experts(s: SettingsReader) -> Fields:
-    s.passed("--moe-grouped-gemm")
+    s.ignore("--moe-grouped-gemm")
     shared = s.whole("--moe-shared-expert-intermediate-size", 0, least=0)
     return {"model.moe.shared_experts": 1, "model.moe.shared_expert_ffn": shared} if shared else {}
 
@@ -213,7 +213,7 @@ TABLE = (
     row.whole("--qk-head-dim", "model.mla.qk_nope_head_dim", 128, when=_latent),
     row.whole("--qk-pos-emb-head-dim", "model.mla.qk_rope_head_dim", 64, when=_latent),
     row.whole("--v-head-dim", "model.mla.v_head_dim", 128, when=_latent),
-    row.constant("--rope-type", "rope", read=lambda s: s.passed("--rope-type", "--kv-channels"), when=_latent),
+    row.constant("--rope-type", "rope", read=lambda s: s.ignore("--rope-type", "--kv-channels"), when=_latent),
     row.optional("--q-lora-rank", "model.mla.q_lora_rank", when=_latent),
     Setting(path="model.kv_heads", write=_kv_heads, read=_read_kv_heads),
     Setting(write=_rotary, read=_read_rotary),

@@ -91,7 +91,7 @@ def _read_async(s: SettingsReader) -> None:
     """nanotron was measured with it."""
     if s["layout.sequence_parallel"] and s["layout.tp"] > 1 and not s.flag(_ASYNC):
         s.notes.append(f"{_ASYNC} is off; tensor-parallel communication is counted as if it were on")
-    s.passed(_ASYNC)
+    s.ignore(_ASYNC)
 
 
 _experts = row.has("model.moe.experts")
@@ -203,7 +203,7 @@ ENGINE = EngineFormat(
     },
     files=files,
     parse=lambda text, where: mapping_of(text, where, "YAML"),
-    passed=("model.ddp_bucket_cap_mb", "optimizer.optimizer_factory.torch_adam_is_fused", f"{_EXPERTS}token_dispatcher_type"),
+    ignored=("model.ddp_bucket_cap_mb", "optimizer.optimizer_factory.torch_adam_is_fused", f"{_EXPERTS}token_dispatcher_type"),
     start="{torchrun} run_train.py --config-file {folder}/config.yaml",
     needs="nanotron must be installed there, and its run_train.py be in the working directory.",
 )

@@ -12,7 +12,7 @@ from typing import Any
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import check
 from ultrascale.export import accelerate, deepspeed, fields, header, megatron, nanotron, torchtitan
-from ultrascale.export.common import OWN, EngineFormat
+from ultrascale.export.common import OWN_KEY, EngineFormat
 from ultrascale.export.fields import Fields
 from ultrascale.export.table import MAY_CHANGE, NOT_READ, SettingsReader, World
 from ultrascale.specs.cluster import Cluster
@@ -25,7 +25,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.validate import build
 
-LARGEST = 2**20  # bytes; configurations are some KiB
+MAX_FILE_BYTES = 2**20  # configurations are some KiB
 ASSUMED_GPU = "h100"
 _KINDS = (
     "a run.sh of Megatron-LM, a config.toml or .py of torchtitan, a config.yaml of nanotron or Accelerate, or a ds_config.json"
@@ -33,7 +33,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Given:
+class ImportOptions:
     """What the user gives beside the file."""
 
     cluster: Cluster | None = None
@@ -66,17 +66,17 @@ class ImportedPlan:
         return Plan(job=there, layout=self.plan.layout, estimate=estimate(there, self.plan.layout))
 
 
-def plan_from(path: Path, given: Given | None = None) -> ImportedPlan:
+def plan_from(path: Path, given: ImportOptions | None = None) -> ImportedPlan:
     """Of a Python file with several configurations, `path` names one: `config_registry.py:llama3_8b`."""
     name = path.name
     file, colon, _ = name.rpartition(":")
     if colon and file.endswith(".py") and not path.exists():
         path = path.with_name(file)
     text = text_of(path)
-    return plan_from_text(engine_of(path, text), text, name, given or Given())
+    return plan_from_text(engine_of(path, text), text, name, given or ImportOptions())
 
 
-def plan_from_text(engine: EngineFormat, text: str, where: str, given: Given) -> ImportedPlan:
+def plan_from_text(engine: EngineFormat, text: str, where: str, given: ImportOptions) -> ImportedPlan:
     """What the engine does with the settings of a file; `where` is its name."""
     settings = engine.parse(text, where)
     extra = header.parse(_header_text(settings, text), engine.program)
@@ -84,7 +84,7 @@ def plan_from_text(engine: EngineFormat, text: str, where: str, given: Given) ->
     cluster = _cluster(engine, settings, where, extra, given, notes)
     world = World(None if cluster is None else cluster.gpus, given.model.vocab if given.model else None)
     found = engine.read(settings, where, world)
-    with _naming_slips(found, where):
+    with _naming_misspellings(found, where):
         if cluster is None:
             cluster = _as_many_as_needed(found, extra, where, notes)
         job, layout = _build(found, extra, given, cluster, engine)
@@ -95,18 +95,20 @@ def plan_from_text(engine: EngineFormat, text: str, where: str, given: Given) ->
 
 
 @contextmanager
-def _naming_slips(found: SettingsReader, where: str) -> Iterator[None]:
-    """A misspelt setting leaves another without its value: the sentence about that one names the slip too."""
+def _naming_misspellings(found: SettingsReader, where: str) -> Iterator[None]:
+    """A misspelt setting leaves another without its value: the sentence about that one names it too."""
     try:
         yield
     except SpecError as error:
-        slips = [note.removeprefix(NOT_READ) for note in found.notes if note.startswith(NOT_READ)]
-        if not slips:
+        misspelt = [note.removeprefix(NOT_READ) for note in found.notes if note.startswith(NOT_READ)]
+        if not misspelt:
             raise
-        raise SpecError(f"{error}; {where} has {slips[0]}") from None
+        raise SpecError(f"{error}; {where} has {misspelt[0]}") from None
 
 
-def _build(found: SettingsReader, extra: Fields, given: Given, cluster: Cluster, engine: EngineFormat) -> tuple[Job, Layout]:
+def _build(
+    found: SettingsReader, extra: Fields, given: ImportOptions, cluster: Cluster, engine: EngineFormat
+) -> tuple[Job, Layout]:
     where = found.where
     known = fields.with_defaults(found.fields, engine.framework)
     known = fields.merged(fields.merged(known, extra), given.fields())
@@ -132,7 +134,9 @@ def framework_of(known: Fields) -> Framework:
     return build(Framework, {**preset.model_dump(), **changes}, "framework")
 
 
-def _cluster(engine: EngineFormat, settings: Any, where: str, extra: Fields, given: Given, notes: list[str]) -> Cluster | None:
+def _cluster(
+    engine: EngineFormat, settings: Any, where: str, extra: Fields, given: ImportOptions, notes: list[str]
+) -> Cluster | None:
     if given.cluster is not None:
         return given.cluster
     launched = engine.world(settings, where)
@@ -164,9 +168,9 @@ def text_of(path: Path) -> str:
     if os.path.isdir(path):
         raise SpecError(f"{path} is a folder: name a file in it: {_KINDS}")
     try:
-        text = read_text(path, LARGEST)
+        text = read_text(path, MAX_FILE_BYTES)
     except FileTooLargeError:
-        raise SpecError(f"{path} has more than {LARGEST:,} bytes, too many for a configuration: name {_KINDS}") from None
+        raise SpecError(f"{path} has more than {MAX_FILE_BYTES:,} bytes, too many for a configuration: name {_KINDS}") from None
     except OSError as error:
         raise SpecError(f"{path} {reason_of(error)}: name {_KINDS}") from None
     except UnicodeDecodeError:
@@ -202,7 +206,7 @@ def engine_of(path: Path, text: str) -> EngineFormat:
 
 
 def _header_text(settings: Mapping[str, Any], text: str) -> str:
-    if OWN not in settings:
+    if OWN_KEY not in settings:
         return text
-    lines = settings[OWN]
+    lines = settings[OWN_KEY]
     return "\n".join(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else ""

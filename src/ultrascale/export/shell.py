@@ -20,7 +20,7 @@ _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _COMMENT = re.compile(r"(^|[ \t])#.*$", re.MULTILINE)
 _REDIRECTION = re.compile(r'(?<=[ \t])(?:\d|&)?>{1,2}&?[ \t]*(?:"[^"\n]*"|[^\s;|)"]+)')
 _SIGNS = "();<>|&\n"
-_END = set("\n;&|")
+_STATEMENT_ENDS = set("\n;&|")
 _DECLARES = ("export", "local", "declare", "readonly")
 _PRINTS = ("echo", "printf")
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
@@ -45,7 +45,7 @@ def commands(text: str, where: str) -> list[list[str]]:
 
 
 @dataclass
-class _If:
+class _Conditional:
     """An open `if`: whether its test is being read, what the test says so far, and whether a branch was taken."""
 
     testing: bool = True
@@ -79,7 +79,7 @@ class _Script:
     def __init__(self, where: str) -> None:
         self.expansions = Expansions()
         self._variables = Variables(where, self.expansions)
-        self._open: list[_If] = []
+        self._open: list[_Conditional] = []
 
     def read(self, statement: list[str], end: str) -> list[str]:
         """The words of a command, or none where the statement is an assignment, a condition, or in a branch not taken."""
@@ -94,11 +94,11 @@ class _Script:
             return []
         if not words or not all(one.reads for one in self._open):
             return []
-        return [word for raw in self._assigned(words) for word in self._variables.words(raw)]
+        return [word for raw in self._take_assignments(words) for word in self._variables.words(raw)]
 
     def _keyword(self, word: str) -> None:
         if word == "if":
-            self._open.append(_If())
+            self._open.append(_Conditional())
         elif self._open and word == "fi":
             self._open.pop()
         elif self._open and word == "then":
@@ -137,7 +137,7 @@ class _Script:
                 return {"==": a == b, "!=": a != b, ">": a > b, ">=": a >= b, "<": a < b, "<=": a <= b}[_NUMBERS[sign]]
         return None
 
-    def _assigned(self, statement: list[str]) -> list[str]:
+    def _take_assignments(self, statement: list[str]) -> list[str]:
         """Keeps the assignments at the head of a statement; gives back the words of the command after them."""
         at = 0
         while at < len(statement) and statement[at] in _DECLARES:
@@ -158,7 +158,7 @@ class _Script:
 
 def _statements(text: str, where: str, expansions: Expansions) -> Iterator[tuple[list[str], str]]:
     """The raw words of each statement, and the sign that ends it."""
-    lines, numbers = _logical(_REDIRECTION.sub("", expansions.marked(text)))
+    lines, numbers = _logical_lines(_REDIRECTION.sub("", expansions.marked(text)))
     lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars=_SIGNS)
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
@@ -173,17 +173,17 @@ def _statements(text: str, where: str, expansions: Expansions) -> Iterator[tuple
                 statement += [sign for sign in token if sign in "()"]
             else:
                 statement.append(token)
-            if signs and not inside and set(token) & _END and statement:
+            if signs and not inside and set(token) & _STATEMENT_ENDS and statement:
                 yield statement, token.strip("()")
                 statement = []
     except ValueError as error:
-        line = numbers[_opened(lines)]
+        line = numbers[_unclosed_quote_line(lines)]
         raise SpecError(f"{where} is not a shell script: {str(error).lower()} of what begins at line {line}") from None
     if statement:
         yield statement, ""
 
 
-def _opened(lines: list[str]) -> int:
+def _unclosed_quote_line(lines: list[str]) -> int:
     """The line in which the quote begins that never ends; else the last one."""
     quote, begun = "", len(lines) - 1
     for number, line in enumerate(lines):
@@ -196,7 +196,7 @@ def _opened(lines: list[str]) -> int:
     return begun
 
 
-def _logical(text: str) -> tuple[list[str], list[int]]:
+def _logical_lines(text: str) -> tuple[list[str], list[int]]:
     """Lines, those that end in a backslash joined to the next; and where each begins in the text."""
     lines, numbers, open_ended = [""], [1], False
     for number, raw in enumerate(text.splitlines(), 1):

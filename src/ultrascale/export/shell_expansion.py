@@ -12,12 +12,12 @@ from typing import Any
 
 from ultrascale.specs.errors import SpecError
 
-LONGEST = 2**20  # characters that variables may become where they are put in, all together
-DEEPEST = 8  # defaults in defaults
-MOST = 5_000  # expansions of a script that are told apart
-MOST_OPEN = 10  # brackets that never close: each is searched for to the end of the text
-LONGEST_SUM = 200  # characters of an arithmetic expression
-LARGEST = 2**62
+MAX_EXPANDED_CHARACTERS = 2**20  # characters that variables may become where they are put in, all together
+MAX_DEFAULT_DEPTH = 8  # defaults in defaults
+MAX_EXPANSIONS = 5_000  # expansions of a script that are told apart
+MAX_UNCLOSED = 10  # brackets that never close: each is searched for to the end of the text
+LONGEST_ARITHMETIC = 200  # characters of an arithmetic expression
+MAX_INTEGER = 2**62
 _MARK = "\x00"
 _PLACE = re.compile(rf"{_MARK}(\d+){_MARK}|\$([A-Za-z_]\w*|\d|[@*])")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(?:\[([@*]|\d{1,4})\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
@@ -55,7 +55,7 @@ class Expansions:
                 continue
             if sign in "'\"" and quote in ("", sign):
                 quote = "" if quote else sign
-            skips = quote == "'" or sign not in "$`" or unclosed > MOST_OPEN or len(self._whole) > MOST
+            skips = quote == "'" or sign not in "$`" or unclosed > MAX_UNCLOSED or len(self._whole) > MAX_EXPANSIONS
             end = 0 if skips else _end(text, at)
             unclosed += end < 0
             if end > 0:
@@ -90,7 +90,7 @@ class Variables:
     def __init__(self, where: str, expansions: Expansions) -> None:
         self._where, self._expansions = where, expansions
         self._values: dict[str, list[str]] = {}
-        self._spent = 0
+        self._expanded_characters = 0
 
     def assign(self, name: str, words: list[str], add: bool = False) -> None:
         before = self._values.get(name, []) if add else []
@@ -109,7 +109,7 @@ class Variables:
         if name not in self._values or parameter[2] not in (None, "@", "*") or parameter[3] is not None:
             return _split(self.text(raw))
         values = self._values[name]
-        self._spend(sum(len(value) + 1 for value in values))
+        self._count_characters(sum(len(value) + 1 for value in values))
         if len(values) == 1:
             return _split(values[0])
         # Of `"--name value"` in an array, quoted as one word, the shell makes two where the array is put in without quotes.
@@ -117,7 +117,7 @@ class Variables:
 
     def text(self, raw: str, unset: str | None = None, depth: int = 0) -> str:
         """The text with variables put in; one without a value becomes `unset`, or stays as it is."""
-        return _PLACE.sub(lambda match: self._put_in(match, unset, depth), raw)
+        return _PLACE.sub(lambda match: self._substitute(match, unset, depth), raw)
 
     def _inside(self, match: re.Match[str]) -> str:
         """`NAME:-default` of a parameter; nothing of arithmetic and commands."""
@@ -126,7 +126,7 @@ class Variables:
         whole = self._expansions[int(match[1])]
         return whole[2:-1] if whole.startswith("${") else ""
 
-    def _put_in(self, match: re.Match[str], unset: str | None, depth: int) -> str:
+    def _substitute(self, match: re.Match[str], unset: str | None, depth: int) -> str:
         whole = match[0] if match[1] is None else self._expansions[int(match[1])]
         if whole.startswith("$(("):
             found = self._arithmetic(whole[3:-2])
@@ -142,7 +142,7 @@ class Variables:
             elif index and index.isdigit():
                 values = values[int(index) : int(index) + 1]
             value = " ".join(values)
-            self._spend(len(value))
+            self._count_characters(len(value))
             return value
         if sign and sign[-1] in "-=":
             return self._default(default, unset, depth)
@@ -151,8 +151,8 @@ class Variables:
         return whole if unset is None else unset
 
     def _default(self, default: str, unset: str | None, depth: int) -> str:
-        self._spend(len(default))
-        if depth > DEEPEST:
+        self._count_characters(len(default))
+        if depth > MAX_DEFAULT_DEPTH:
             return default
         return self.text(self._expansions.marked(default.replace('"', "").replace("'", "")), unset, depth + 1)
 
@@ -160,7 +160,7 @@ class Variables:
         """The value of a sum of variables and numbers; None where it cannot be known."""
         known = re.sub(r"\$\{(\w+)\}|\$(\w+)", r"\1\2", text)
         known = re.sub(r"\b[A-Za-z_]\w*\b", lambda word: "".join(self._values.get(word[0], [word[0]]))[:20] or "0", known)
-        if len(known) > LONGEST_SUM:
+        if len(known) > LONGEST_ARITHMETIC:
             return None
         if (choice := re.fullmatch(r"([^?]*)\?([^?:]*):([^?:]*)", known)) is not None:
             known = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
@@ -171,12 +171,13 @@ class Variables:
         except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
             return None
 
-    def _spend(self, characters: int) -> None:
+    def _count_characters(self, characters: int) -> None:
         """Variables that double each other would fill the memory."""
-        self._spent += characters
-        if self._spent > LONGEST:
+        self._expanded_characters += characters
+        if self._expanded_characters > MAX_EXPANDED_CHARACTERS:
             raise SpecError(
-                f"{self._where}: its variables grow beyond {LONGEST:,} characters: is this the script that starts a training?"
+                f"{self._where}: its variables grow beyond {MAX_EXPANDED_CHARACTERS:,} characters: is this the script that "
+                "starts a training?"
             )
 
 
@@ -201,6 +202,6 @@ def _value(node: ast.expr) -> int:
             found = _value(body) if _value(test) else _value(other)
         case _:
             raise ValueError("not a sum")
-    if abs(found) > LARGEST:
+    if abs(found) > MAX_INTEGER:
         raise ValueError("too large")
     return found

@@ -20,11 +20,11 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.specs.validate import shown
 
-CLOSE = 0.8  # how alike a key must be to a known one to be taken for a slip
-MOST_UNREAD = 60
-DEEPEST = 20
-MOST_KEYS = 10_000  # YAML's aliases multiply: a short file could name more than there is memory for
-MOST_SLIPS = 100
+CLOSE = 0.8  # how alike a key must be to a known one to be taken for a misspelling_hint
+MAX_UNREAD_SHOWN = 60
+MAX_DEPTH = 20
+MAX_KEYS = 10_000  # YAML's aliases multiply: a short file could name more than there is memory for
+MAX_MISSPELLINGS = 100
 NOT_READ = "not read: "  # how a note on a misspelt setting begins
 MAY_CHANGE = "not read, though it may change time or memory: "
 NO_EFFECT = "not read, since it changes neither time nor memory: "
@@ -156,7 +156,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class OtherSettings:
+class UnmodelledSettings:
     """Settings of an engine that a plan has no place for (settings.yaml)."""
 
     no_effect: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class OtherSettings:
 
     @classmethod
     @cache
-    def of(cls, engine: str) -> OtherSettings:
+    def of(cls, engine: str) -> UnmodelledSettings:
         data = package_data("ultrascale.export", "settings.yaml")[engine]
         return cls(tuple(data["no_effect"]), tuple(data.get("not_modelled", ())), data.get("renamed", {}))
 
@@ -181,16 +181,15 @@ class SettingsReader:
     """
 
     def __init__(
-        self, table: Iterable[Setting], data: Mapping[str, Any], where: str, world: World, others: OtherSettings | None = None
+        self, table: Iterable[Setting], data: Mapping[str, Any], where: str, world: World, unmodelled: UnmodelledSettings
     ) -> None:
-        self.data, self.where, self.world = data, where, world
-        self._others = others or OtherSettings()
+        self.data, self.where, self.world, self._unmodelled = data, where, world, unmodelled
         self.fields: Fields = {}
         self.notes: list[str] = []
         self._rows = {row.path or id(row): row for row in table}
         self._done: set[str | int] = set()
         flat = _flat(data, where)
-        renamed = {self._others.renamed.get(key, key): value for key, value in flat.items()}
+        renamed = {self._unmodelled.renamed.get(key, key): value for key, value in flat.items()}
         self._flat = {**renamed, **{key: value for key, value in flat.items() if key in renamed}}
         self._used: set[str] = set()
 
@@ -223,7 +222,7 @@ class SettingsReader:
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.value(key, default)
         if value is None:
-            raise self.error(f"{key} is missing{self.slip(key)}: give it, such as {max(least, 8)}")
+            raise self.error(f"{key} is missing{self.misspelling_hint(key)}: give it, such as {max(least, 8)}")
         try:
             count = int(value) if isinstance(value, str) else value
         except ValueError:
@@ -297,27 +296,27 @@ class SettingsReader:
     def error(self, sentence: str) -> SpecError:
         return SpecError(f"{self.where}: {sentence}")
 
-    def slip(self, key: str) -> str:
+    def misspelling_hint(self, key: str) -> str:
         """Of a setting that is not there: the one, never read, that may mean it."""
-        unused = [] if key in self._flat else [name for name in self._flat if name not in self._used][:MOST_SLIPS]
+        unused = [] if key in self._flat else [name for name in self._flat if name not in self._used][:MAX_MISSPELLINGS]
         close = get_close_matches(key, unused, n=1, cutoff=CLOSE)
         return f" (there is '{close[0]:.80}')" if close else ""
 
-    def passed(self, *keys: str) -> None:
+    def ignore(self, *keys: str) -> None:
         """Known keys that say nothing about a plan."""
         self._used.update(keys)
 
     def unread(self) -> list[str]:
-        """What was passed over: misspelt settings by name with what they may mean, all others in two lines."""
+        """What was not read: misspelt settings by name with what they may mean, all others in two lines."""
         lines: list[str] = []
         changes: list[str] = []
         harmless: list[str] = []
-        absent = sorted((self._used | {key for key in self._others.no_effect if "*" not in key}) - set(self._flat))
+        absent = sorted((self._used | {key for key in self._unmodelled.no_effect if "*" not in key}) - set(self._flat))
         for key, value in self._flat.items():
             if key in self._used or value is None:
                 continue
-            no_effect = _matches(key, self._others.no_effect)
-            known = no_effect or _matches(key, self._others.not_modelled) or len(changes) > MOST_SLIPS
+            no_effect = _matches(key, self._unmodelled.no_effect)
+            known = no_effect or _matches(key, self._unmodelled.not_modelled) or len(changes) > MAX_MISSPELLINGS
             close = [] if known else get_close_matches(key[:80], absent, n=1, cutoff=CLOSE)
             if close:
                 lines.append(f"{NOT_READ}{key:.80}: did you mean '{close[0]}'?")
@@ -325,8 +324,8 @@ class SettingsReader:
                 (harmless if no_effect else changes).append(f"{key:.80}")
         for words, keys in ((MAY_CHANGE, changes), (NO_EFFECT, harmless)):
             if keys:
-                more = f" and {len(keys) - MOST_UNREAD} more" if len(keys) > MOST_UNREAD else ""
-                lines.append(words + ", ".join(keys[:MOST_UNREAD]) + more)
+                more = f" and {len(keys) - MAX_UNREAD_SHOWN} more" if len(keys) > MAX_UNREAD_SHOWN else ""
+                lines.append(words + ", ".join(keys[:MAX_UNREAD_SHOWN]) + more)
         return lines
 
 
@@ -335,7 +334,7 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 
 
 def _flat(data: Mapping[str, Any], where: str, before: str = "", depth: int = 0) -> dict[str, Any]:
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise SpecError(f"{where}: {before} is nested too deeply: expected groups of settings")
     flat: dict[str, Any] = {}
     for key, value in data.items():
@@ -344,8 +343,6 @@ def _flat(data: Mapping[str, Any], where: str, before: str = "", depth: int = 0)
             flat |= _flat(value, where, f"{name}.", depth + 1)
         else:
             flat[name] = value
-        if len(flat) > MOST_KEYS:
-            raise SpecError(
-                f"{where} has more than {MOST_KEYS:,} settings, too many for a configuration: is it the right file?"
-            )
+        if len(flat) > MAX_KEYS:
+            raise SpecError(f"{where} has more than {MAX_KEYS:,} settings, too many for a configuration: is it the right file?")
     return flat

@@ -278,7 +278,7 @@ _LOST = {
     "model": "torchtitan has no flavor of this shape; the debug model stands in",
     "model.*": "the flavor has its own",
 }
-_PASSED = (
+_IGNORED = (
     "training.mixed_precision_reduce",
     "training.disable_cuda_graphs",
     f"{_CUT}expert_tensor_parallel_degree",
@@ -297,7 +297,7 @@ TOML = EngineFormat(
     parse=text.parse_toml,
     start="{torchrun} -m torchtitan.train --job.config_file {folder}/config.toml",
     needs=_NEEDS,
-    passed=_PASSED,
+    ignored=_IGNORED,
     debug_model=_debug_model,
 )
 
@@ -312,6 +312,6 @@ CURRENT = EngineFormat(
     parse=text.parse_python,
     start=f"PYTHONPATH={{folder}} {{torchrun}} -m torchtitan.train --module {text.MODULE[:-3]} --config {text.FUNCTION}",
     needs=_NEEDS,
-    passed=_PASSED,
+    ignored=_IGNORED,
     debug_model=_debug_model,
 )

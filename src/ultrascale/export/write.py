@@ -9,7 +9,7 @@ from pathlib import Path
 from ultrascale.export import fields, header
 from ultrascale.export.common import EngineFormat, File
 from ultrascale.export.table import World
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import write_text
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -42,7 +42,7 @@ def into(folder: Path, files: Sequence[File], force: bool) -> list[Path]:
     try:
         os.makedirs(folder, exist_ok=True)
     except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"-o is {folder}, which cannot be made ({reason}): name another folder, such as out") from None
     written = []
     for file in files:

@@ -57,9 +57,9 @@ def memory_by_stage(plan: Plan) -> go.Figure:
     return figure
 
 
-def memory_over_step(plan: Plan, stage: int | None = None) -> go.Figure:
-    """What one stage holds while each of its actions runs; the fullest stage by default."""
-    place = plan.estimate.peak_stage if stage is None else stage
+def memory_over_step(plan: Plan) -> go.Figure:
+    """What the fullest stage holds while each of its actions runs."""
+    place = plan.estimate.peak_stage
     points = memory_timeline(plan.job, plan.layout, place)
     unit, factor = ("s", 1.0) if points[-1].end_s >= 1 else ("ms", 1e3)
     figure = style.new_figure(f"Memory over one step on stage {place}", f"time in the step ({unit})", "GiB")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.figures import style
 from ultrascale.measure.accuracy.scores import ScoredRun
-from ultrascale.measure.trace_steps import Intervals, StepIntervals, both
+from ultrascale.measure.trace_steps import Intervals, StepIntervals, intersection
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -90,9 +90,9 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     return figure
 
 
-def lanes(intervals: StepIntervals, step: int = 0) -> go.Figure:
-    """One recorded step: computation, and communication by technique, one lane each."""
-    name, (start, end) = intervals.steps[step]
+def lanes(intervals: StepIntervals) -> go.Figure:
+    """The first recorded step: computation, and communication by technique, one lane each."""
+    name, (start, end) = intervals.steps[0]
     found: dict[str, Intervals] = {"computing": intervals.computing, "of it the optimizer": intervals.optimizer}
     for technique in dict.fromkeys(one.technique for one in intervals.communication):
         found[technique] = [(one.start, one.end) for one in intervals.communication if one.technique == technique]
@@ -100,7 +100,7 @@ def lanes(intervals: StepIntervals, step: int = 0) -> go.Figure:
     computing = ("computing", "of it the optimizer")
     for lane, times in found.items():
         colour = style.COLORS["computing" if lane == "computing" else "host" if lane in computing else "communication"]
-        drawn = _joined(both(times, [(start, end)]), FINEST * (end - start))
+        drawn = _joined(intersection(times, [(start, end)]), FINEST * (end - start))
         figure.add_bar(
             name=lane,
             orientation="h",

@@ -11,7 +11,7 @@ from ultrascale.figures import style
 from ultrascale.plan.survey import HeatmapCell, ScalingPoint
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import DEGREES, Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 
@@ -46,9 +46,7 @@ def heat_map(cells: Sequence[HeatmapCell], gpu: str) -> go.Figure:
 def _cell_words(cell: HeatmapCell) -> str:
     if cell.layout is None or cell.estimate is None:
         return "does not fit"
-    cut = " ".join(
-        f"{axis}{getattr(cell.layout, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(cell.layout, axis) > 1
-    )
+    cut = " ".join(f"{axis}{getattr(cell.layout, axis)}" for axis in DEGREES if getattr(cell.layout, axis) > 1)
     policy = "" if cell.layout.recompute == "none" else f" {cell.layout.recompute}"
     return (
         f"{cell.estimate.tokens_per_s_per_gpu:,.0f} tok/s/GPU<br>{cell.estimate.mfu_causal:.0%} · {cut or 'dp1'}<br>"

@@ -13,7 +13,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 BLOCK, WARPS = 1024, 4
-SUMMED = 16  # blocks that one program of the norm sums
+BLOCKS_PER_PROGRAM = 16  # blocks that one program of the norm sums
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -46,7 +46,7 @@ def _step(  # type: ignore[no-untyped-def]
             tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
 
 
-def changing(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
+def step_inputs(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
     """The inputs of the kernel that differ between updates; `updates` counts this one.
 
     The kernel reads them from memory, so that a replayed CUDA graph gets the new values.
@@ -66,7 +66,7 @@ def step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One update of a weight, its moments and its copy, all contiguous; `now`: the result of `changing`, on the same device.
+    """One update of a weight, its moments and its copy, all contiguous; `now`: the result of `step_inputs`, on the same device.
 
     An int16 master is the lower half of fp32 values whose upper half is the copy.
     """
@@ -85,11 +85,11 @@ def step(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _squares(gradient, sums, size, SUMMED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_of_squares(gradient, sums, size, BLOCKS_PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
-    at = program * SUMMED * BLOCK + tl.arange(0, BLOCK)
+    at = program * BLOCKS_PER_PROGRAM * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for block in tl.static_range(SUMMED):
+    for block in tl.static_range(BLOCKS_PER_PROGRAM):
         g = tl.load(gradient + at + block * BLOCK, mask=at + block * BLOCK < size, other=0.0).to(tl.float32)
         total += g * g
     tl.store(sums + program, tl.sum(total, 0))
@@ -97,8 +97,10 @@ def _squares(gradient, sums, size, SUMMED: tl.constexpr, BLOCK: tl.constexpr):  
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of all elements of contiguous tensors, in fp32 whatever their dtype."""
-    programs = [triton.cdiv(gradient.numel(), SUMMED * BLOCK) for gradient in gradients]
+    programs = [triton.cdiv(gradient.numel(), BLOCKS_PER_PROGRAM * BLOCK) for gradient in gradients]
     sums = torch.empty(sum(programs), dtype=torch.float32, device=gradients[0].device)
     for gradient, part, count in zip(gradients, torch.split(sums, programs), programs, strict=True):
-        _squares[(count,)](gradient, part, gradient.numel(), SUMMED=SUMMED, BLOCK=BLOCK, num_warps=WARPS)
+        _sum_of_squares[(count,)](
+            gradient, part, gradient.numel(), BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, BLOCK=BLOCK, num_warps=WARPS
+        )
     return sums.sum()

@@ -38,7 +38,7 @@ BACKENDS = {
 """torch's backends"""
 FLASH_4 = "FlashAttention 4"
 ROUNDS, TURN_MS = 5, 100.0  # long enough for the power limit to set the clock, as it does in training
-SLACK = 1.02
+MAX_SLOWDOWN = 1.02
 """how much slower gates within GEMMs may be: avoided memory traffic saves power, which gives the rest of a step a higher clock
 (3b on an H200: 8.55 ms either way, and a step 1 % faster)"""
 
@@ -173,7 +173,7 @@ class MLPTimes:
         return f"gates: within matmuls {self.within_ms:.2f} ms, between them {self.between_ms:.2f} ms"
 
     def apply(self, models: Iterable[nn.Module]) -> None:
-        if self.within_ms is None or self.between_ms is None or self.within_ms > SLACK * self.between_ms:
+        if self.within_ms is None or self.between_ms is None or self.within_ms > MAX_SLOWDOWN * self.between_ms:
             return
         for block in (module for model in models for module in model.modules() if isinstance(module, FusedBlock)):
             block.mlp_kernel = gated_gemm.GatedGemmKernel()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.kernels import loss
-from ultrascale.kernels.float8_block import Float8Block, cast_rows, cast_transposed, of_rows
-from ultrascale.kernels.float8_gemm import WIDE, CustomGemmModule, Float8Gemms, GemmOperand, multiply
+from ultrascale.kernels.float8_block import Float8Block, amax_bound, cast_rows, cast_transposed
+from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.model.moe import MixtureOfExperts
@@ -21,8 +21,8 @@ from ultrascale.model.transformer import MLP, Head, MultiLinear, Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS, Fp8Keep, Fp8Scaling
 
-FIRST = (8, 9)  # compute capability of Ada; Hopper and later have fp8 too
-BLOCKS = 9  # the only major capability for which cuBLAS has GEMMs with a scale per block
+MIN_CAPABILITY = (8, 9)  # compute capability of Ada; Hopper and later have fp8 too
+BLOCKWISE_MAJOR = 9  # the only major capability for which cuBLAS has GEMMs with a scale per block
 
 
 class Float8Linear(nn.Linear):
@@ -82,9 +82,9 @@ def weights(model: nn.Module) -> list[list[nn.Parameter]]:
 
 def check(capability: tuple[int, int], name: str, scaling: Fp8Scaling) -> None:
     """Raises SpecError if a GPU of that capability does not support the scaling."""
-    if capability < FIRST:
+    if capability < MIN_CAPABILITY:
         raise SpecError(f"job.precision is fp8 but {name} does not compute in it (Ada and Hopper were the first): try bf16")
-    if scaling == "block" and capability[0] != BLOCKS:
+    if scaling == "block" and capability[0] != BLOCKWISE_MAJOR:
         raise SpecError(f"train.fp8_scaling is block but {name} has no such matmuls (Hopper has): try tensor or row")
 
 
@@ -146,11 +146,11 @@ class _LinearCrossEntropy(LinearCrossEntropy):
             for data, scale, wanted, lost in _split(parts, chunk):
                 loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
-        transposed, of_hidden = cast_transposed(weight, of_rows(table)), of_rows(narrow)
+        transposed, of_hidden = cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
         for rows, *group in _split((hidden, *parts, grad_hidden), CHUNKS_PER_GEMM * chunk):
-            gradients = torch.empty(len(weight), len(rows), dtype=WIDE, device=weight.device)
+            gradients = torch.empty(len(weight), len(rows), dtype=E5M2, device=weight.device)
             for columns, (data, scale, wanted, lost, out) in zip(
                 torch.split(gradients, chunk, 1), _split(group, chunk), strict=True
             ):

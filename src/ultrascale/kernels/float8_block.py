@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
-from ultrascale.kernels.float8_gemm import NARROW, WIDE, Float8Weight, GemmOperand, multiply, quantise, stacked, to_fp8
+from ultrascale.kernels.float8_gemm import E4M3, E5M2, Float8Weight, GemmOperand, concatenate, multiply, quantise, to_fp8
 from ultrascale.kernels.fused import FusedBlock
 
 
@@ -42,7 +42,7 @@ class _Float8QKV(torch.autograd.Function):
         joint = multiply(normed, weight, x.dtype, fast=True).view(len(roots), -1, dim)
         heads, kv_heads = len(q) // dim, len(k) // dim
         fused.rotate_(joint, heads, kv_heads, (cos, sin))
-        ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, of_rows(normed), of_rows(weight))
+        ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, amax_bound(normed), amax_bound(weight))
         rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
         return x.view_as(x), rotated_q, rotated_k, values
 
@@ -72,7 +72,7 @@ class _Float8OutputAndMLP(torch.autograd.Function):
         both = multiply(normed, weights[1], x.dtype, fast=True)
         gated, of_both = gate_cast(both)
         projected_down = multiply(gated, weights[2], x.dtype, fast=True)
-        largest = [of_rows(one) for one in (left, normed, gated, *weights)]
+        largest = [amax_bound(one) for one in (left, normed, gated, *weights)]
         ctx.save_for_backward(rows, total, roots, both, out, gain, gate_, up, down, of_both, *largest)
         ctx.shape = attended.shape
         return total.view_as(x) + projected_down.view_as(x)
@@ -102,16 +102,16 @@ class _Float8OutputAndMLP(torch.autograd.Function):
 def joined(*weights: Tensor) -> Tensor:
     """Like `fused.joined`; weights gathered in fp8 share a scale (kernels/float8.py)."""
     narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
-    return stacked(narrow) if narrow else fused.joined(*weights)
+    return concatenate(narrow) if narrow else fused.joined(*weights)
 
 
-def largest(x: Tensor) -> Tensor:
+def amax(x: Tensor) -> Tensor:
     """The largest absolute value, in fp32."""
     found: Tensor = torch.linalg.vector_norm(x, math.inf)
     return found.float()
 
 
-def of_rows(operand: GemmOperand) -> Tensor:
+def amax_bound(operand: GemmOperand) -> Tensor:
     """An upper bound of the largest entry of a tensor with a scale per row, from the largest scale."""
     return operand.scale.amax() * torch.finfo(operand.data.dtype).max
 
@@ -123,8 +123,8 @@ def cast_rows(x: Tensor) -> GemmOperand:
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        return GemmOperand(*float8_triton.cast_rows(x, NARROW))
-    return quantise(x, "row", NARROW)
+        return GemmOperand(*float8_triton.cast_rows(x, E4M3))
+    return quantise(x, "row", E4M3)
 
 
 def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, GemmOperand, Tensor]:
@@ -132,10 +132,10 @@ def norm_cast(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tupl
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        total, out, scale, roots = float8_triton.norm_cast(x, added, gain, eps, NARROW)
+        total, out, scale, roots = float8_triton.norm_cast(x, added, gain, eps, E4M3)
         return total, GemmOperand(out, scale), roots
     total, normed, roots = fused.norm(x, added, gain, eps)
-    return total, quantise(normed, "row", NARROW), roots
+    return total, quantise(normed, "row", E4M3), roots
 
 
 def gate_cast(both: Tensor) -> tuple[GemmOperand, Tensor]:
@@ -143,9 +143,9 @@ def gate_cast(both: Tensor) -> tuple[GemmOperand, Tensor]:
     if both.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        out, scale, inputs = float8_triton.gate_cast(both, NARROW)
+        out, scale, inputs = float8_triton.gate_cast(both, E4M3)
         return GemmOperand(out, scale), inputs.amax()
-    return quantise(fused.gate(both), "row", NARROW), largest(both)
+    return quantise(fused.gate(both), "row", E4M3), amax(both)
 
 
 def cast_transposed(x: Tensor, of_x: Tensor) -> GemmOperand:
@@ -155,19 +155,19 @@ def cast_transposed(x: Tensor, of_x: Tensor) -> GemmOperand:
     if x.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        return GemmOperand(*float8_triton.cast_transposed(x, of_x, NARROW))
-    return _transposed(to_fp8(x, of_x, NARROW))
+        return GemmOperand(*float8_triton.cast_transposed(x, of_x, E4M3))
+    return _transposed(to_fp8(x, of_x, E4M3))
 
 
 def cast_and_transpose(grad: Tensor) -> tuple[GemmOperand, GemmOperand]:
     """A gradient [n, c] in fp8 with one scale, not transposed and transposed."""
-    of_grad = largest(grad)
+    of_grad = amax(grad)
     if grad.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        kept, transposed, scale = float8_triton.cast_and_transpose(grad, of_grad, WIDE)
+        kept, transposed, scale = float8_triton.cast_and_transpose(grad, of_grad, E5M2)
         return GemmOperand(kept, scale), GemmOperand(transposed, scale)
-    narrow = to_fp8(grad, of_grad, WIDE)
+    narrow = to_fp8(grad, of_grad, E5M2)
     return narrow, _transposed(narrow)
 
 
@@ -179,7 +179,7 @@ def norm_backward_cast(
         from ultrascale.kernels import float8_triton, fused_triton
 
         gradients = fused_triton.norm_gradients(grad, x, roots, gain, residual)
-        return *gradients, GemmOperand(*float8_triton.cast_transposed(x, of_normed, NARROW, norm=(roots, gain)))
+        return *gradients, GemmOperand(*float8_triton.cast_transposed(x, of_normed, E4M3, norm=(roots, gain)))
     grad_x, grad_gain, normed = fused.norm_backward(grad, x, roots, gain, residual)
     return grad_x, grad_gain, cast_transposed(normed, of_normed)
 
@@ -188,16 +188,16 @@ def gate_backward_cast(
     grad: Tensor, both: Tensor, of_both: Tensor, of_gated: Tensor
 ) -> tuple[GemmOperand, GemmOperand, GemmOperand]:
     """The gradient of both, not transposed and transposed, and the gate's output transposed."""
-    of_grad = largest(grad)
+    of_grad = amax(grad)
     if both.is_cuda:
         from ultrascale.kernels import float8_triton
 
-        outputs = float8_triton.gate_backward_cast(grad, both, of_grad, of_both, of_gated, (WIDE, NARROW))
+        outputs = float8_triton.gate_backward_cast(grad, both, of_grad, of_both, of_gated, (E5M2, E4M3))
         kept, transposed, gated, scale, gated_scale = outputs
         return GemmOperand(kept, scale), GemmOperand(transposed, scale), GemmOperand(gated, gated_scale)
     grad_both, output = fused.gate_backward(grad, both)
     # |silu'| is below 1.1 and |silu(x)| below |x|: one bound for both halves.
-    narrow = to_fp8(grad_both, 1.1 * of_grad * of_both, WIDE)
+    narrow = to_fp8(grad_both, 1.1 * of_grad * of_both, E5M2)
     return narrow, _transposed(narrow), cast_transposed(output, of_gated)
 
 

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.specs.training import FP8_BLOCK, FP8_TOKENS, Fp8Scaling
 
-NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2  # three fraction bits and a range of 2^18, or two bits and 2^32
-EXPONENT = 0x7F800000  # mask of the exponent bits of a float
-SMALLEST = 1e-12  # lower bound of the largest entry, for a tensor of zeros
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # three fraction bits and a range of 2^18, or two bits and 2^32
+EXPONENT_MASK = 0x7F800000  # mask of the exponent bits of a float
+MIN_AMAX = 1e-12  # lower bound of the largest entry, for a tensor of zeros
 
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ class Float8Weight(Tensor):
         raise NotImplementedError(f"{func} wants the wide numbers of a weight that was gathered in fp8")
 
 
-def stacked(weights: Sequence[Float8Weight]) -> Float8Weight:
+def concatenate(weights: Sequence[Float8Weight]) -> Float8Weight:
     """Concatenates matrices that share a scale along their rows."""
     return Float8Weight(torch.cat([weight.fp8 for weight in weights]), weights[0].scale, weights[0].dtype)
 
@@ -102,14 +102,14 @@ class Float8Gemms(PlainGemms):
         return out if bias is None else out + bias
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        left = quantise(_rows(x), self.scaling, NARROW)
-        right = quantise(weight, self.scaling, NARROW, is_weight=True)
+        left = quantise(_rows(x), self.scaling, E4M3)
+        right = quantise(weight, self.scaling, E4M3, is_weight=True)
         out = multiply(left, right, x.dtype, fast=self.scaling != "block").view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         left = quantise(_rows(grad), self.scaling, self._grad_dtype)
-        right = quantise_transposed(weight, self.scaling, NARROW, is_weight=True)
+        right = quantise_transposed(weight, self.scaling, E4M3, is_weight=True)
         return multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ class Float8Gemms(PlainGemms):
         if len(rows) % FP8_TOKENS[self.scaling]:
             return super().grad_weight(grad, x)
         left = quantise_transposed(grads, self.scaling, self._grad_dtype)
-        right = quantise_transposed(rows, self.scaling, NARROW)
+        right = quantise_transposed(rows, self.scaling, E4M3)
         return multiply(left, right, grad.dtype)
 
     @property
     def _grad_dtype(self) -> torch.dtype:
         # Gradients of a whole tensor have a wider range than those of one token (torchao chooses the same).
-        return WIDE if self.scaling == "tensor" else NARROW
+        return E5M2 if self.scaling == "tensor" else E4M3
 
 
 class _Float8Gemm(torch.autograd.Function):
@@ -167,10 +167,10 @@ def quantise(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_weight: bool
     rows, summed = x.shape
     if is_weight:
         squares = x.reshape(rows // FP8_BLOCK, FP8_BLOCK, summed // FP8_BLOCK, FP8_BLOCK)
-        factor = factor_below(squares.abs().amax((1, 3)), dtype)
+        factor = power_of_two_scale(squares.abs().amax((1, 3)), dtype)
         return GemmOperand(_cast(squares, factor[:, None, :, None], dtype).view(x.shape), factor.reciprocal())
     blocks = x.reshape(rows, summed // FP8_BLOCK, FP8_BLOCK)
-    factor = factor_below(blocks.abs().amax(-1), dtype)
+    factor = power_of_two_scale(blocks.abs().amax(-1), dtype)
     # The kernel reads these scales column by column.
     return GemmOperand(_cast(blocks, factor.unsqueeze(-1), dtype).view(x.shape), factor.reciprocal().t().contiguous().t())
 
@@ -186,30 +186,30 @@ def quantise_transposed(x: Tensor, scaling: Fp8Scaling, dtype: torch.dtype, is_w
 def multiply(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """left [m, k] · right [n, k]ᵀ. `fast` accumulates in the matrix unit, which keeps fewer bits of the partial sums."""
     if left.data.device.type == "cpu":
-        return _wide(left, dtype) @ _wide(right, dtype).t()
+        return _dequantize(left, dtype) @ _dequantize(right, dtype).t()
     return torch._scaled_mm(left.data, right.data.t(), left.scale, right.scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def to_fp8(x: Tensor, largest: Tensor, dtype: torch.dtype) -> GemmOperand:
     """x in fp8, with a scale computed from its largest entries."""
-    factor = factor_below(largest, dtype)
+    factor = power_of_two_scale(largest, dtype)
     return GemmOperand(_cast(x, factor, dtype), factor.reciprocal())
 
 
-def _wide(operand: GemmOperand, dtype: torch.dtype) -> Tensor:
+def _dequantize(operand: GemmOperand, dtype: torch.dtype) -> Tensor:
     data, scale = operand
     for dimension in range(scale.dim()):
         scale = scale.repeat_interleave(data.shape[dimension] // scale.shape[dimension], dimension)
     return (data.float() * scale).to(dtype)
 
 
-def factor_below(largest: Tensor, dtype: torch.dtype) -> Tensor:
+def power_of_two_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two that scales `largest` to just below the format's maximum.
 
     A power of two changes exponents but not fractions, so that a value rounds the same whatever other values share its scale.
     """
-    factor = torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
-    return (factor.view(torch.int32) & EXPONENT).view(torch.float32)  # exact, unlike a logarithm
+    factor = torch.finfo(dtype).max / largest.float().clamp(min=MIN_AMAX)
+    return (factor.view(torch.int32) & EXPONENT_MASK).view(torch.float32)  # exact, unlike a logarithm
 
 
 def _cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,10 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from ultrascale.kernels.fused_triton import normed_row
+
 ROWS, COLUMNS, WARPS = 32, 128, 4  # of a tile
-EACH = 1024  # elements of a row per warp
+ELEMENTS_PER_WARP = 1024  # of a row
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -54,7 +56,7 @@ def _row_scales(x: torch.Tensor) -> torch.Tensor:
 
 def _row_options(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(4, block // EACH))}
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(4, block // ELEMENTS_PER_WARP))}
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -64,19 +66,10 @@ def _norm_cast(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    values = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
-    if ADDS:
-        values = values + tl.load(added + row * WIDTH + at, mask=inside, other=0.0)
-        tl.store(total + row * WIDTH + at, values, mask=inside)
-    wide = values.to(tl.float32)
-    root = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    tl.store(roots + row, root)
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    normed = wide * root * gain
+    normed = normed_row(x, added, weight, total, roots, eps, row, at, WIDTH, ADDS)
     factor = _factor(tl.max(tl.abs(normed), 0), LIMIT)
     tl.store(scale + row, 1.0 / factor)
-    tl.store(out + row * WIDTH + at, _rounded(normed, factor, LIMIT, out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + at, _rounded(normed, factor, LIMIT, out.dtype.element_ty), mask=at < WIDTH)
 
 
 def norm_cast(

@@ -15,9 +15,8 @@ BLOCK = 4096  # elements of a row per program of the gate
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _norm(x, added, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+def normed_row(x, added, weight, total, scales, eps, row, at, WIDTH: tl.constexpr, ADDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The RMSNorm of one row of x + added in fp32; stores the sum and the norm's scale."""
     inside = at < WIDTH
     values = tl.load(x + row * WIDTH + at, mask=inside, other=0.0)
     if ADDS:
@@ -27,7 +26,15 @@ def _norm(x, added, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK:
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     tl.store(scales + row, scale)
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + at, (wide * scale * gain).to(out.dtype.element_ty), mask=inside)
+    return wide * scale * gain
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _norm(x, added, weight, total, out, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    normed = normed_row(x, added, weight, total, scales, eps, row, at, WIDTH, ADDS)
+    tl.store(out + row * WIDTH + at, normed.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
 def norm(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ultrascale.model.transformer import IGNORED, Head, Transformer
+from ultrascale.model.transformer import IGNORE_INDEX, Head, Transformer
 
 CHUNK = 4096  # tokens: 1 GiB of bf16 logits for a vocabulary of 128 thousand (benchmarks/gpu)
 
@@ -44,7 +44,7 @@ class ChunkedHead(Head):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK, function: type[LinearCrossEntropy] | None = None
 ) -> Tensor:
-    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORED` ones have no loss.
+    """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORE_INDEX` ones have no loss.
 
     `function`: a subclass with other GEMMs.
     """
@@ -88,8 +88,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor
         loss_triton.loss_and_gradient_(logits, targets, losses)
         return logits
     wide = logits.to(losses.dtype)
-    counts = targets != IGNORED
-    losses.copy_(F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none"))
+    counts = targets != IGNORE_INDEX
+    losses.copy_(F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none"))
     gradient = wide.softmax(dim=-1)
     rows = torch.arange(len(targets), device=targets.device)
     gradient[rows, targets.masked_fill(~counts, 0)] -= 1

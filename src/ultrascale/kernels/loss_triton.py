@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from ultrascale.model.transformer import IGNORED
+from ultrascale.model.transformer import IGNORE_INDEX
 
 BLOCK, WARPS = 4096, 4  # elements of a row at a time, and the warps that process them
 ROWS, COLUMNS, TILE_WARPS = 32, 128, 4  # of a tile
@@ -49,7 +49,7 @@ def _row(  # type: ignore[no-untyped-def]
 def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
     """Overwrites logits [n, v] with the gradient of the summed loss; writes losses [n]."""
     rows, columns = logits.shape
-    _row[(rows,)](logits, targets, losses, losses, 1.0, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS)
+    _row[(rows,)](logits, targets, losses, losses, 1.0, IGNORE_INDEX, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -81,7 +81,9 @@ def loss_and_scaled_gradient(
     """
     rows, columns = logits.shape
     sums = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _row[(rows,)](logits, targets, losses, sums, factor, IGNORED, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS)
+    _row[(rows,)](
+        logits, targets, losses, sums, factor, IGNORE_INDEX, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS
+    )
     out = torch.empty(logits.shape, dtype=transposed.dtype, device=logits.device)
     _softmax_tile[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
         logits, targets, sums, out, transposed, torch.full_like(sums[:1], factor), rows, columns, transposed.stride(0),

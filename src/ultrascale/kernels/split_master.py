@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIDDLE = 1 << 15
+HALF_ULP = 1 << 15  # of bf16, in fp32 bits
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 values as bf16, rounded to the nearest (a tie away from zero), and the int16 rest of their bits."""
     bits = values.contiguous().view(torch.int32)
-    upper = ((bits + MIDDLE) >> 16).to(torch.int16).view(torch.bfloat16)
+    upper = ((bits + HALF_ULP) >> 16).to(torch.int16).view(torch.bfloat16)
     return upper, bits.to(torch.int16)
 
 

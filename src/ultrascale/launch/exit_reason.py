@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 NEARLY_FULL = 0.05  # share of memory available below which the out-of-memory killer is suspected
 
 # Error messages of gloo, NCCL and the store when a peer is lost or does not connect.
-LOST = (
+LOST_PEER_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",

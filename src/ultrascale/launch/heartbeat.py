@@ -121,6 +121,6 @@ class StoreHeartbeat:
         return self._tickets[step]
 
 
-def silent(before: Mapping[int, RankStatus], now: Mapping[int, RankStatus]) -> list[int]:
+def silent_ranks(before: Mapping[int, RankStatus], now: Mapping[int, RankStatus]) -> list[int]:
     """Ranks whose beat did not change between two reads: stopped, dead or unreachable."""
     return sorted(rank for rank, status in now.items() if rank in before and before[rank].beat == status.beat)

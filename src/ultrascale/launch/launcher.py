@@ -73,12 +73,12 @@ def train(
         if restart and (found := checkpoint.newest(folder)) is not None:
             request = replace(request, resume=found, weights=None)
             sys.stderr.write(f"restarted: resuming from {found}\n")
-        goes_on = restart or request.goes_on_in(folder)
+        goes_on = restart or request.continues_in(folder)
         if not goes_on:
             _refuse_used(folder)
     peak = predicted = None
     if predict is not None:
-        request = request.on(predict)
+        request = request.on_cluster(predict)
         # A CPU's rate was measured, but its peak is unknown, and so is the utilisation.
         peak = request.job.peak_flops if predict.gpu.name != "cpu" else None
         predicted = estimate(request.job, request.layout) if rank_info.rank == 0 else None
@@ -88,9 +88,9 @@ def train(
         if folder is not None:
             # The settings first: a relaunch inherits them only if it resumes from the same checkpoint.
             _write_folder(request, predicted, folder, goes_on, rank_info.launch)
-            if request.goes_on_in(folder):
+            if request.continues_in(folder):
                 request = _record_rollback(request, folder)
-        outcome = _start(request, out, nproc, env_rank, peak, quiet, observe)
+        outcome = _start(request, out, env_rank, peak, quiet, observe)
     if outcome is None:
         return None
     if out is not None and outcome.measured is not None:
@@ -153,7 +153,6 @@ def is_restart(out: Path, rank_info: RankInfo) -> bool:
 def _start(
     request: Request,
     out: Path | None,
-    nproc: int | None,
     env_rank: RankInfo | None,
     peak: float | None,
     quiet: bool,

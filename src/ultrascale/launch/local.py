@@ -23,13 +23,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ultrascale.launch.exit_reason import LOST, describe_exit, oom_kills, state
+from ultrascale.launch.exit_reason import LOST_PEER_MESSAGES, describe_exit, oom_kills, state
 from ultrascale.launch.heartbeat import SharedMemoryHeartbeat
 from ultrascale.launch.signals import forward_signals
 from ultrascale.specs.errors import RunError, SpecError
 
 GRACE_S = 4.0  # between SIGTERM and SIGKILL to the surviving ranks
-CONSEQUENCE = (*LOST, "lost a peer")  # texts of a rank's error when another rank is the one that failed
+FOLLOW_UP_MESSAGES = (*LOST_PEER_MESSAGES, "lost a peer")  # texts of a rank's error when another rank is the one that failed
 
 
 class RankError(RunError):
@@ -134,7 +134,7 @@ def _rank(
     arguments: tuple[Any, ...],
     parent: int,
 ) -> None:
-    end_with(parent)
+    die_with_parent(parent)
     _result_pipes.append((rank, pipe))
     try:
         _send(True, function(rank, nproc, store, *arguments))
@@ -162,7 +162,7 @@ def report(text: str) -> None:
     _send(False, _Failure(_result_pipes[-1][0], text, RunError))
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies: no other process would end it."""
     if sys.platform == "linux":
         set_death_signal = 1
@@ -197,7 +197,7 @@ def _collect(ranks: _Ranks, timeout_s: float | None, last_s: float | None) -> li
                 failures.append(value)
     if failures:
         # A rank that lost its peer reports the loss; the lost rank reports the cause. Prefer the latter.
-        first = min(failures, key=lambda one: (any(word in one.text for word in CONSEQUENCE), one.rank))
+        first = min(failures, key=lambda one: (any(word in one.text for word in FOLLOW_UP_MESSAGES), one.rank))
         text = first.text + ranks.stopped()
         raise first.kind(text) if first.kind else RankError(first.rank, text, ranks.describe(first.rank))
     return [results[rank] for rank in sorted(results)]

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from ultrascale.parallel.mesh import RankCoordinates
 
-SHOWN = 3  # layouts that are suggested
-TRIED_LAST = 200  # other layouts that are tried if up to three changes are not enough
-SURE = 0.9  # suggested layouts must stay below this share of the predicted peak that ran out of memory
+MAX_SUGGESTIONS = 3  # layouts that are suggested
+MAX_ALTERNATIVES = 200  # other layouts that are tried if up to three changes are not enough
+SAFE_PEAK_FRACTION = 0.9  # suggested layouts must stay below this share of the predicted peak that ran out of memory
 _REQUESTED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
@@ -86,7 +86,7 @@ def out_of_memory(request: Request, step: int, error: str, memory: MemoryAtFailu
     more = f": {_size(float(requested[1]) * _UNITS[requested[2]])} more were asked for" if requested is not None else ""
     sharing = request.layout.gpus if request.job.cluster.gpu.name == "cpu" else 1  # processes share the host
     # What a suggested layout may need: at most what there is, and clearly less than the layout that ran out.
-    limit_gib = min(request.job.cluster.gpu.memory_gib, memory.total / sharing / GIB, SURE * predicted.peak_gib)
+    limit_gib = min(request.job.cluster.gpu.memory_gib, memory.total / sharing / GIB, SAFE_PEAK_FRACTION * predicted.peak_gib)
     lines = [
         f"{where} ran out of memory at step {step}{more}.",
         f"Held: {memory}.",
@@ -106,7 +106,7 @@ def _advice(request: Request, predicted: Estimate, limit_gib: float) -> Iterator
         fitting.sort(key=lambda one: (len(_changed(request.layout, one[0])), one[1].step_time_s))
         if fitting:
             yield "What would fit, nearest first; append to the command:"
-            for layout, other in fitting[:SHOWN]:
+            for layout, other in fitting[:MAX_SUGGESTIONS]:
                 slower = other.step_time_s / predicted.step_time_s - 1
                 yield f"  {_words(request.layout, layout)}   ({other.peak_gib:,.2f} GiB, {slower:+.0%} a step)"
             return
@@ -134,7 +134,7 @@ def _rounds(request: Request) -> Iterator[list[Layout]]:
     saving = request.layout.model_copy(
         update={"recompute": "full", "zero": 3 if request.layout.data_ranks > 1 else 0, "mbs": 1}
     )
-    yield list(islice(supported.alternatives(request.job, saving, request.training), TRIED_LAST))
+    yield list(islice(supported.alternatives(request.job, saving, request.training), MAX_ALTERNATIVES))
 
 
 def _changes(request: Request) -> Iterator[dict[str, Any]]:

@@ -127,7 +127,7 @@ def _train(
     checkpoints = None
     if out is not None and request.checkpoint.save:
         checkpoints = CheckpointManager(engine, out, request.checkpoint)
-        if request.goes_on_in(out):
+        if request.continues_in(out):
             checkpoints.saved = start
     if rank_info.rank == 0 and not quiet:
         sys.stderr.writelines(f"note: {line}\n" for line in _notes(engine))
@@ -171,7 +171,7 @@ def _share_resume(request: Request, rank_info: RankInfo, out: Path | None) -> Re
     if (
         rank_info.rank == 0
         and out is not None
-        and request.goes_on_in(out)
+        and request.continues_in(out)
         and (moved := history.finish_rollback(out)) is not None
     ):
         request = replace(request, resume=moved)

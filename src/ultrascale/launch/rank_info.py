@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
-MOST_RANKS = 2**24  # more than any cluster has, and within torch's 32 bits
+MAX_NAMED_RANKS = 8  # ranks that a message names one by one
+MAX_RANKS = 2**24  # more than any cluster has, and within torch's 32 bits
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ def _from_torchrun(found: RankInfo, env: Mapping[str, str]) -> RankInfo:
 
 
 def _read(env: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, address: str) -> RankInfo:
-    total = _number(env, world, 1, MOST_RANKS, least=1)
-    own_rank = _number(env, rank, 0, MOST_RANKS)
+    total = _number(env, world, 1, MAX_RANKS, least=1)
+    own_rank = _number(env, rank, 0, MAX_RANKS)
     if not own_rank < total:
         raise SpecError(f"the environment's {rank} is {own_rank} but must be less than {world} = {total}: start with torchrun")
-    local = _number(env, local_world, total, MOST_RANKS, least=1)
-    return RankInfo(own_rank, total, _number(env, local_rank, own_rank, MOST_RANKS), local, address)
+    local = _number(env, local_world, total, MAX_RANKS, least=1)
+    return RankInfo(own_rank, total, _number(env, local_rank, own_rank, MAX_RANKS), local, address)
 
 
 def _number(env: Mapping[str, str], name: str, default: int, most: int, least: int = 0) -> int:

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ultrascale.launch import machine
-from ultrascale.launch.rank_info import RankInfo
+from ultrascale.launch.rank_info import MAX_NAMED_RANKS, RankInfo
 from ultrascale.parallel.mesh import group_timeout_s
 from ultrascale.parallel.torch_private import PrefixStore, Store, TCPStore
 from ultrascale.specs.errors import RunError
 
 POLL_S = 0.05
-NAMED = 8  # ranks that an error names one by one
 
 
 def init(rank_info: RankInfo, device: torch.device, timeout_s: float, on_store: Callable[[Store], None] | None = None) -> None:
@@ -88,7 +87,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Store:
 
 
 def _missing(ranks: list[int], world: int) -> str:
-    named = ", ".join(map(str, ranks[:NAMED])) + (", …" if len(ranks) > NAMED else "")
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS])) + (", …" if len(ranks) > MAX_NAMED_RANKS else "")
     return f"{len(ranks)} of {world} ranks did not come (rank {named})"
 
 

@@ -12,8 +12,9 @@ from typing import Any, Self
 
 from ultrascale.specs.errors import RunError
 
-SAME_S = 2.0  # a terminal signals the whole group and a launcher forwards it: a signal within this time is the same request
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # from a launcher or Slurm, Ctrl-C, Slurm before the time limit
+# A terminal signals the whole group and a launcher forwards it: a signal within this time is the same request.
+REPEATED_SIGNAL_S = 2.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # from a launcher or Slurm, Ctrl-C, Slurm before the time limit
 
 
 class StopSignals:
@@ -26,7 +27,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in STOP}
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,18 +37,18 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number).name, now
-        elif number == signal.SIGINT and now - self._at > SAME_S:
+        elif number == signal.SIGINT and now - self._at > REPEATED_SIGNAL_S:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def forward_signals(processes: list[Any]) -> Iterator[None]:
-    """Forwards stop signals to the ranks; a second signal after `SAME_S` kills them at once."""
+    """Forwards stop signals to the ranks; a second signal after `REPEATED_SIGNAL_S` kills them at once."""
     first: list[float] = []
 
     def forward(number: int, _: object) -> None:
         now = time.monotonic()
-        if first and now - first[0] > SAME_S and number != signal.SIGUSR1:
+        if first and now - first[0] > REPEATED_SIGNAL_S and number != signal.SIGUSR1:
             for process in processes:
                 process.kill()
             raise RunError(f"ended at once, without saving: {signal.Signals(number).name} came a second time")
@@ -57,7 +58,7 @@ def forward_signals(processes: list[Any]) -> Iterator[None]:
                 if process.is_alive():
                     os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in STOP}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:

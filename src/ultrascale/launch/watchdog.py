@@ -19,18 +19,18 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ultrascale.launch.exit_reason import LOST
-from ultrascale.launch.heartbeat import Heartbeat, RankStatus, silent
+from ultrascale.launch.exit_reason import LOST_PEER_MESSAGES
+from ultrascale.launch.heartbeat import Heartbeat, RankStatus, silent_ranks
+from ultrascale.launch.rank_info import MAX_NAMED_RANKS
 from ultrascale.parallel.comm import AsyncCollective, Axis
 from ultrascale.parallel.torch_private import op_name
 from ultrascale.specs.printable import printable
 
-NAMED = 8  # ranks that a report names one by one
 BEATS_BETWEEN_READS = 2.5  # minimum beats between two reads before a rank is called silent
 LONGEST_WAIT_S = 10.0  # limit of that time when an error is explained
-SAME = "Every rank lives and says the same"
+ALL_RANKS_AGREE = "Every rank lives and says the same"
 LONGEST_READ_S = 20.0  # limit for reading all ranks' statuses from a store
-UNNAMED = "unknown"
+UNKNOWN_COLLECTIVE = "unknown"
 STACK_LINES = 12  # innermost frames that a report shows
 _DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 _WRAPPERS = ("wrapper", "inner", "_fn")  # decorators of torch's collectives
@@ -47,7 +47,7 @@ _NAMES = {
 
 def lost_a_peer(error: BaseException) -> bool:
     """Whether another rank, or the connection to it, is what failed."""
-    return any(word in str(error) for word in LOST)
+    return any(word in str(error) for word in LOST_PEER_MESSAGES)
 
 
 class Watchdog:
@@ -132,8 +132,8 @@ class Watchdog:
         disk = _SilenceDetector(self._timeout_s)
         while not self._sleep():
             still_s = time.monotonic() - self._progress_at
-            if self._waits_for_disk and (silent_ranks := disk.ranks(self._read)):
-                self._on_stuck(self._report_silent(silent_ranks))
+            if self._waits_for_disk and (stuck := disk.ranks(self._read)):
+                self._on_stuck(self._report_silent(stuck))
                 os._exit(1)
             if still_s < self._timeout_s / 2:
                 reads = []
@@ -141,7 +141,7 @@ class Watchdog:
                 reads = [self._read()]
             elif still_s >= self._timeout_s:
                 report = self._report(still_s, reads[0])
-                if SAME in report and waits_in() is not None:
+                if ALL_RANKS_AGREE in report and waits_in() is not None:
                     # A rank that hangs outside of the collective that the others wait in knows best where: it reports first.
                     time.sleep(min(BEATS_BETWEEN_READS * self._interval_s, LONGEST_WAIT_S))
                 self._on_stuck(report)
@@ -206,32 +206,32 @@ class Watchdog:
         if not now:
             return ["Other ranks of this step say who holds everybody up."]
         others = {rank: status for rank, status in now.items() if rank != self._rank}
-        silent_ranks = silent(before, others)
+        hung = silent_ranks(before, others)
         never = [rank for rank in range(self._world) if rank not in now and rank != self._rank]
-        late = [rank for rank in others if rank not in silent_ranks and others[rank].step < self._status.step]
+        late = [rank for rank in others if rank not in hung and others[rank].step < self._status.step]
         elsewhere = [
             rank
             for rank in others
-            if rank not in silent_ranks and others[rank].step == self._status.step and others[rank].doing != self._status.doing
+            if rank not in hung and others[rank].step == self._status.step and others[rank].doing != self._status.doing
         ]
         lines = [
-            *self._lines(silent_ranks, now, "is silent: stopped, dead or out of reach; it last said"),
+            *self._lines(hung, now, "is silent: stopped, dead or out of reach; it last said"),
             *self._lines(never, now, "never said anything: it did not start, or cannot be reached"),
             *self._lines(late, now, "is behind:"),
             *self._lines(elsewhere, now, "is elsewhere:"),
         ]
-        if silent_ranks or never:
-            lines.append(_advice(silent_ranks + never))
+        if hung or never:
+            lines.append(_advice(hung + never))
         elif not lines:
-            lines.append(f"{SAME}: the collective itself failed, or ranks disagree about its shape or type.")
+            lines.append(f"{ALL_RANKS_AGREE}: the collective itself failed, or ranks disagree about its shape or type.")
         return lines
 
     def _lines(self, ranks: list[int], statuses: Mapping[int, RankStatus], words: str) -> Iterable[str]:
-        for rank in ranks[:NAMED]:
+        for rank in ranks[:MAX_NAMED_RANKS]:
             last = f" {statuses[rank]}" if rank in statuses else ""
             yield f"{self._name(rank)} {words}{last}"
-        if len(ranks) > NAMED:
-            yield f"and {len(ranks) - NAMED} more ranks, of {self._world}"
+        if len(ranks) > MAX_NAMED_RANKS:
+            yield f"and {len(ranks) - MAX_NAMED_RANKS} more ranks, of {self._world}"
 
     def _name(self, rank: int) -> str:
         place = self._describe(rank)
@@ -263,7 +263,7 @@ class _SilenceDetector:
 
 
 def _advice(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:NAMED]))
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
     return f"Look at rank {named}: its process (a state of T is stopped), its machine's log, its memory, its link."
 
 
@@ -286,7 +286,7 @@ def waits_in(error: BaseException | None = None) -> str | None:
     if depth is None:
         return None
     kind = _kind(frames[depth])
-    return f"{'a collective' if kind == UNNAMED else kind}{_axis_suffix(frames[depth:])}"
+    return f"{'a collective' if kind == UNKNOWN_COLLECTIVE else kind}{_axis_suffix(frames[depth:])}"
 
 
 def _stack() -> str:

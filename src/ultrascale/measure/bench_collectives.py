@@ -33,12 +33,12 @@ OPS = (
     "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all", "send_recv",
     "barrier",
 )  # fmt: skip
-ELEMENT = 4  # bytes: fp32
-BETWEEN = 4  # sizes of a range grow by this
-LARGEST = 2**34
+ELEMENT_BYTES = 4  # fp32
+SIZE_FACTOR = 4  # sizes of a range grow by this
+MAX_BYTES = 2**34
 ROUNDS, WARM = 11, 2
 ROUND_S = 2e-3  # short collectives are repeated until a round lasts about so long
-MOST_REPEATS = 100
+MAX_REPEATS = 100
 TIMEOUT_S = 300.0
 
 
@@ -133,9 +133,9 @@ def sizes(text: str) -> list[int]:
         if low > high:
             raise SpecError(f"--sizes is {shown(text)}, from large to small: try {last.strip()}..{first.strip()}")
         found = [low]
-        while found[-1] * BETWEEN <= high:
-            found.append(found[-1] * BETWEEN)
-    if max(found) > LARGEST:
+        while found[-1] * SIZE_FACTOR <= high:
+            found.append(found[-1] * SIZE_FACTOR)
+    if max(found) > MAX_BYTES:
         raise SpecError(f"--sizes is {shown(text)} but a buffer may have at most 16G bytes: try 1k..64M")
     return sorted(set(found))
 
@@ -253,7 +253,7 @@ def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, devic
     import torch
     import torch.distributed as dist
 
-    each = -(-size // (ELEMENT * ranks))  # elements of one part: every buffer is cut evenly
+    each = -(-size // (ELEMENT_BYTES * ranks))  # elements of one part: every buffer is cut evenly
     action = _action(op, each, ranks, rank, group, device)
 
     def seconds(times: int) -> float:
@@ -272,10 +272,10 @@ def _timed(op: str, size: int, ranks: int, rank: int, group: ProcessGroup, devic
         return [float(value) for value in times.tolist()]
 
     (single_s,) = slowest([min(seconds(1) for _ in range(WARM))])
-    repeats = max(1, min(MOST_REPEATS, round(ROUND_S / single_s)))
+    repeats = max(1, min(MAX_REPEATS, round(ROUND_S / single_s)))
     rounds = slowest([seconds(repeats) for _ in range(ROUNDS)])
     tenths = statistics.quantiles(rounds, n=10, method="inclusive")
-    return CollectiveTiming(op, ranks, ELEMENT * each * ranks, statistics.median(rounds), tenths[0], tenths[-1])
+    return CollectiveTiming(op, ranks, ELEMENT_BYTES * each * ranks, statistics.median(rounds), tenths[0], tenths[-1])
 
 
 def _action(op: str, each: int, ranks: int, rank: int, group: ProcessGroup, device: torch.device) -> Callable[[], object]:

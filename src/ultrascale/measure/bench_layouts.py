@@ -23,7 +23,7 @@ from ultrascale.plan.search import plan as search
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError, divisors, nearest
 from ultrascale.specs.estimate import Estimate
-from ultrascale.specs.layout import Layout, field_value
+from ultrascale.specs.layout import DEGREES, Layout, field_value
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.validate import shown
 from ultrascale.train import supported
@@ -160,7 +160,7 @@ def _requested(words: str, base: Request) -> Iterator[tuple[str, list[Any]]]:
 
 def _values(name: str, base: Request) -> list[Any]:
     """All values of a field; whether the engine runs them is checked later."""
-    if name in ("dp", "tp", "pp", "cp", "ep"):
+    if name in DEGREES:
         return divisors(base.layout.gpus)
     if name in ("mbs", "gas"):
         each = base.job.sequences // base.layout.dp
@@ -174,7 +174,7 @@ def _values(name: str, base: Request) -> list[Any]:
 
 def ranked(base: Request, cluster: Cluster, top: int) -> CandidateSet:
     """The planner's best layouts for the plan's job on this machine that the engine runs, best first."""
-    here = base.on(cluster)
+    here = base.on_cluster(cluster)
     result = search(here.job, top=top * SEARCHED, explain=False)
     if not result.plans:
         raise SpecError(f"nothing fits: no layout of {here.job.model.name} on {cluster.label}, by the estimate")
@@ -192,7 +192,7 @@ def ranked(base: Request, cluster: Cluster, top: int) -> CandidateSet:
 
 
 def _candidate(name: str, request: Request, cluster: Cluster | None) -> LayoutCandidate:
-    predicted = None if cluster is None else estimate(request.on(cluster).job, request.layout)
+    predicted = None if cluster is None else estimate(request.on_cluster(cluster).job, request.layout)
     return LayoutCandidate(name, request, predicted)
 
 
@@ -307,7 +307,7 @@ def verdict(rows: tuple[TrialRow, ...]) -> SweepVerdict | None:
 
 def winning_plan(candidate_set: CandidateSet, winner: LayoutCandidate, cluster: Cluster | None) -> Plan:
     """The fastest as a plan for this machine, or for the plan's own where this one's rates are not known."""
-    request = candidate_set.base if cluster is None else candidate_set.base.on(cluster)
+    request = candidate_set.base if cluster is None else candidate_set.base.on_cluster(cluster)
     predicted = winner.predicted or estimate(request.job, winner.layout)
     return Plan(job=request.job, layout=winner.layout, estimate=predicted)
 

@@ -40,8 +40,8 @@ FILE, SERVERS = "sqlite:///", ("postgresql://", "postgres://")
 LOCK_WAIT_S = 30.0
 BEAT_S, SILENT_S = 5, 60  # between heartbeats; a machine without one for so long is gone
 ADVISORY_LOCK = 0x756C7472  # our key on the server
-SLOWER = 0.8  # of the best trial's tokens/s: a trial below that is stopped early
-FEWEST_STEPS = 2  # before that is judged
+EARLY_STOP_FRACTION = 0.8  # of the best trial's tokens/s: a trial below that is stopped early
+MIN_STEPS = 2  # before that is judged
 _STATES: dict[TrialState, bench_layouts.TrialState] = {
     TrialState.FAIL: "failed",
     TrialState.WAITING: "waiting",
@@ -183,7 +183,7 @@ def _unless_failed() -> suppress:
 
 def clearly_slower(rates: list[float], best: float) -> bool:
     """Of tokens/s by step, against the best trial's."""
-    return len(rates) >= FEWEST_STEPS and statistics.median(rates) < SLOWER * best
+    return len(rates) >= MIN_STEPS and statistics.median(rates) < EARLY_STOP_FRACTION * best
 
 
 def study_name(base: Request, device: str) -> str:

@@ -36,7 +36,7 @@ from ultrascale.train.request import Request
 Kind = Literal["out of memory", "timed out", "killed", "crashed", "refused", "stopped", "interrupted"]
 LOG = "log.txt"
 POLL_S = 0.2  # between reads of a trial's metrics
-SETTLED = 2  # steps that say nothing of speed: the first warms up, in the second memory is measured
+WARM_UP_STEPS = 2  # steps that say nothing of speed: the first warms up, in the second memory is measured
 _KINDS: dict[str, Kind] = {
     "ran out of memory|out-of-memory killer": "out of memory",
     "has not moved for": "timed out",  # the run's own watchdog
@@ -130,7 +130,7 @@ def _wait(
 def _in_child(request: Request, folder: Path, predict: Cluster | None, pipe: Connection, scratch: str, parent: int) -> None:
     """In the fresh process: train, and send the result through the pipe."""
     os.setpgid(0, 0)
-    local.end_with(parent)
+    local.die_with_parent(parent)
     tempfile.tempdir = scratch  # the parent removes what a killed trial leaves
     answer: TrialResult | TrialFailure
     try:
@@ -182,7 +182,7 @@ class _MetricsTail:
         records = [json.loads(line) for line in text.splitlines()]
         self.done = records[-1]["step"] if records else self.done
         steps = [TrialStep(one["step"], self.gpus * one["tokens_per_s_per_gpu"]) for one in records]
-        return [step for step in steps if step.number > SETTLED]
+        return [step for step in steps if step.number > WARM_UP_STEPS]
 
 
 def _end(process: Any) -> None:

@@ -13,14 +13,24 @@ from statistics import mean, median
 import numpy as np
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.measure.calibrate_fit import CONSTANTS, Base, Constant, FitResult, Moves, StepTimeModel, bounds, fit, refit
+from ultrascale.measure.calibrate_fit import (
+    CONSTANTS,
+    Constant,
+    FitResult,
+    InitialConstants,
+    LogShifts,
+    StepTimeModel,
+    bounds,
+    fit,
+    refit,
+)
 from ultrascale.measure.calibrate_runs import CalibrationRun
 from ultrascale.specs.cluster import CalibrationSource, Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.units import GIB
 
-FEWEST = 3  # runs: with two, each would be judged by one other
+MIN_RUNS = 3  # runs: with two, each would be judged by one other
 FOLDS = 8  # of cross-validation
 STEP, MEMORY = "step_s", "held_gib"  # what a run measures: step time, memory
 FIELDS = ("workspace_gib", "allocator_slack")
@@ -101,10 +111,12 @@ def _errors(runs: Sequence[CalibratedRun], when: str, of: str = STEP) -> Calibra
 
 def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambda text: None) -> Calibration:
     """Fit what the runs determine, judge it by cross-validation, and keep old constants where it does not help."""
-    if len(runs) < FEWEST:
-        raise SpecError(f"calibrate needs at least {FEWEST} runs, to judge each by the others, but found {len(runs)}: add some")
+    if len(runs) < MIN_RUNS:
+        raise SpecError(
+            f"calibrate needs at least {MIN_RUNS} runs, to judge each by the others, but found {len(runs)}: add some"
+        )
     # The run with most processes has a cluster that is large enough for all.
-    base = Base.of(max(runs, key=lambda run: run.layout.gpus).job)
+    base = InitialConstants.of(max(runs, key=lambda run: run.layout.gpus).job)
     model = StepTimeModel(base, runs)
     everyone = range(len(runs))
     say(f"fitting to {len(runs)} runs")
@@ -144,12 +156,12 @@ def calibrate(runs: Sequence[CalibrationRun], say: Callable[[str], None] = lambd
     return replace(result, cluster=_signed(result, as_taken(efficiency)))
 
 
-def _with_memory(base: Base, moves: Moves, peaks: Sequence[MeasuredPeak]) -> Efficiency:
+def _with_memory(base: InitialConstants, moves: LogShifts, peaks: Sequence[MeasuredPeak]) -> Efficiency:
     return base.changed(moves).model_copy(update=fit_memory(peaks))
 
 
 def _calibrated_run(
-    base: Base,
+    base: InitialConstants,
     run: CalibrationRun,
     peak: MeasuredPeak | None,
     after: Efficiency,
@@ -201,12 +213,12 @@ def _signed(found: Calibration, efficiency: Efficiency) -> Cluster:
     return found.base.model_copy(update={"efficiency": efficiency, "calibrated": origin})
 
 
-def _verdicts(base: Base, found: FitResult, efficiency: Efficiency, on_gpu: bool) -> list[ConstantVerdict]:
+def _verdicts(base: InitialConstants, found: FitResult, efficiency: Efficiency, on_gpu: bool) -> list[ConstantVerdict]:
     verdicts = []
     for constant in CONSTANTS:
         before = after = base.values[constant.fields[0]]
         if constant in found.moves:
-            after = base.moved(constant, found.moves[constant])[constant.fields[0]]
+            after = base.shifted(constant, found.moves[constant])[constant.fields[0]]
         why = "" if constant in found.moves else f"{found.why[constant]}; what would: {constant.run}"
         verdicts.append(ConstantVerdict(constant.name, before, after, found.known.get(constant), why))
     for name in FIELDS:
@@ -231,7 +243,7 @@ class MeasuredPeak:
     """reserved by the allocator beyond that; None on a CPU"""
 
 
-def measured_peak(base: Base, run: CalibrationRun) -> MeasuredPeak | None:
+def measured_peak(base: InitialConstants, run: CalibrationRun) -> MeasuredPeak | None:
     if run.memory is None:
         return None
     predicted = estimate(base.job(run.job, base.cluster.efficiency), run.layout).memory[run.stage].memory

@@ -85,14 +85,14 @@ def bounds(field: str) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Base:
+class InitialConstants:
     """The constants of one machine before the fit."""
 
     cluster: Cluster
     values: Mapping[str, float]
 
     @classmethod
-    def of(cls, job: Job) -> Base:
+    def of(cls, job: Job) -> InitialConstants:
         fields = [field for constant in CONSTANTS for field in constant.fields]
         return cls(job.cluster, {field: max(value(job, field), bounds(field)[0]) for field in fields})
 
@@ -100,7 +100,7 @@ class Base:
         on_host = constant.on_host if self.cluster.efficiency.synchronous else None
         return constant.prior if on_host is None else on_host
 
-    def moved(self, constant: Constant, by: float) -> dict[str, float]:
+    def shifted(self, constant: Constant, by: float) -> dict[str, float]:
         """The constant's fields with their logarithms shifted, within bounds."""
 
         def within(field: str) -> float:
@@ -109,13 +109,13 @@ class Base:
 
         return {field: within(field) for field in constant.fields}
 
-    def room(self, constant: Constant) -> tuple[float, float]:
+    def shift_bounds(self, constant: Constant) -> tuple[float, float]:
         """How far the logarithm may shift before a field reaches a bound."""
         low = max(math.log(bounds(field)[0] / self.values[field]) for field in constant.fields)
         return low, min(math.log(bounds(field)[1] / self.values[field]) for field in constant.fields)
 
     def changed(self, moves: Mapping[Constant, float]) -> Efficiency:
-        given = {field: one for constant, by in moves.items() if by for field, one in self.moved(constant, by).items()}
+        given = {field: one for constant, by in moves.items() if by for field, one in self.shifted(constant, by).items()}
         return self.cluster.efficiency.model_copy(update={name: float(f"{one:.4g}") for name, one in given.items()})
 
     def job(self, job: Job, efficiency: Efficiency) -> Job:
@@ -126,24 +126,24 @@ class Base:
 
 
 Floats = NDArray[np.float64]
-Moves = dict[Constant, float]
+LogShifts = dict[Constant, float]
 
 NOISE = 0.01  # between two identical runs on an H200 that are not host-bound
 NOISE_ON_HOST = 0.05  # on two cores of a shared machine, at least
-LOUD = 3.0  # Huber threshold: a residual beyond so many times the noise weighs less
-STEP = 0.02  # for derivatives
-FAR = 3.0  # shift of a logarithm: times may be orders of magnitude away
-TRIED = (-FAR, -FAR / 2, FAR / 2, FAR)  # first guesses for such a time
-DETERMINED = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
-MATTERS = 0.02  # of a step: the least effect of a constant that is fitted
-ROUNDS, SETTLED = 12, 3e-3
-AGAIN = 3  # rounds of a refit that starts from the fit of all runs
+HUBER_THRESHOLD = 3.0  # a residual beyond so many times the noise weighs less
+DERIVATIVE_STEP = 0.02
+MAX_LOG_SHIFT = 3.0  # shift of a logarithm: times may be orders of magnitude away
+INITIAL_LOG_SHIFTS = (-MAX_LOG_SHIFT, -MAX_LOG_SHIFT / 2, MAX_LOG_SHIFT / 2, MAX_LOG_SHIFT)  # first guesses for such a time
+MAX_UNCERTAINTY = 0.5  # of the prior: if the runs leave more uncertainty, they do not determine the constant
+MIN_STEP_EFFECT = 0.02  # of a step: the least effect of a constant that is fitted
+MAX_ROUNDS, CONVERGED_SHIFT = 12, 3e-3
+REFIT_ROUNDS = 3  # rounds of a refit that starts from the fit of all runs
 
 
 class StepTimeModel:
     """Predicted logarithms of step times, cached."""
 
-    def __init__(self, base: Base, runs: Sequence[CalibrationRun]) -> None:
+    def __init__(self, base: InitialConstants, runs: Sequence[CalibrationRun]) -> None:
         self.base, self.runs = base, runs
         self._known: dict[tuple[int, Efficiency], float] = {}
         everyone = range(len(runs))
@@ -154,8 +154,8 @@ class StepTimeModel:
         """constants on which some step time depends"""
 
     def _far(self, constant: Constant) -> float:
-        low, high = self.base.room(constant)
-        return min(FAR, high) if high > -low else max(-FAR, low)
+        low, high = self.base.shift_bounds(constant)
+        return min(MAX_LOG_SHIFT, high) if high > -low else max(-MAX_LOG_SHIFT, low)
 
     def logs(self, moves: Mapping[Constant, float], of: Sequence[int]) -> Floats:
         efficiency = self.base.changed(moves)
@@ -169,7 +169,7 @@ class StepTimeModel:
 
 @dataclass(frozen=True)
 class FitResult:
-    moves: Moves
+    moves: LogShifts
     """of the constants that were fitted"""
     known: dict[Constant, float]
     """uncertainty of each logarithm"""
@@ -189,11 +189,11 @@ def fit(model: StepTimeModel, of: Sequence[int]) -> FitResult:
     return FitResult({constant: moves[constant] for constant in again}, known, why)
 
 
-def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[Moves, list[Constant]]:
+def refit(model: StepTimeModel, of: Sequence[int], found: FitResult) -> tuple[LogShifts, list[Constant]]:
     """The same constants from fewer runs, and those that these runs no longer determine, which keep their old values."""
     determined, _, _ = _determined(model, of, found.moves, most=len(of))
     lost = [constant for constant in found.moves if constant not in determined]
-    return _solve(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, AGAIN), lost
+    return _solve(model, of, {constant: by for constant, by in found.moves.items() if constant not in lost}, REFIT_ROUNDS), lost
 
 
 def _measured(model: StepTimeModel, of: Sequence[int]) -> Floats:
@@ -203,29 +203,29 @@ def _measured(model: StepTimeModel, of: Sequence[int]) -> Floats:
 def _weights(model: StepTimeModel, of: Sequence[int], residual: Floats) -> Floats:
     least = NOISE_ON_HOST if model.base.cluster.efficiency.synchronous else NOISE
     noise = np.asarray([math.hypot(least, model.runs[index].spread) for index in of])
-    return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (LOUD * noise)))
+    return np.asarray(1 / noise**2 / np.maximum(1.0, np.abs(residual) / (HUBER_THRESHOLD * noise)))
 
 
-def _cost(model: StepTimeModel, of: Sequence[int], moves: Moves) -> float:
+def _cost(model: StepTimeModel, of: Sequence[int], moves: LogShifts) -> float:
     """Robust: linear where a run is far off."""
     residual = _measured(model, of) - model.logs(moves, of)
     pulled = sum((by / model.base.prior(constant)) ** 2 for constant, by in moves.items())
     return float(_weights(model, of, residual) @ residual**2) + pulled
 
 
-def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> Moves:
+def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> LogShifts:
     """First guesses of times that may be orders of magnitude away, where the derivative is zero: launches that are hidden.
 
     The constant that explains most goes first, so that an operator's overhead does not stand for a latency of communication.
     """
-    moves: Moves = {}
+    moves: LogShifts = {}
     wide = [constant for constant in model.influential if model.base.prior(constant) >= 1]
     cost = _cost(model, of, moves)
     places = [
         (constant, by)
         for constant in wide
-        for by in (0.0, *TRIED)
-        if model.base.room(constant)[0] <= by <= model.base.room(constant)[1]
+        for by in (0.0, *INITIAL_LOG_SHIFTS)
+        if model.base.shift_bounds(constant)[0] <= by <= model.base.shift_bounds(constant)[1]
     ]
     while places:
         tried = [{**moves, constant: by} for constant, by in places]
@@ -236,19 +236,19 @@ def _initial_guess(model: StepTimeModel, of: Sequence[int]) -> Moves:
     return {constant: by for constant, by in moves.items() if by}
 
 
-def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: Moves, constants: Sequence[Constant]) -> Floats:
+def _sensitivities(model: StepTimeModel, of: Sequence[int], moves: LogShifts, constants: Sequence[Constant]) -> Floats:
     """d log(step) / d log(constant), a column each."""
     here = model.logs(moves, of)
     columns = []
     for constant in constants:
-        by, high = moves.get(constant, 0.0), model.base.room(constant)[1]
-        step = STEP if by + STEP <= high else -STEP
+        by, high = moves.get(constant, 0.0), model.base.shift_bounds(constant)[1]
+        step = DERIVATIVE_STEP if by + DERIVATIVE_STEP <= high else -DERIVATIVE_STEP
         columns.append((model.logs({**moves, constant: by + step}, of) - here) / step)
     return np.stack(columns, axis=1) if columns else np.zeros((len(of), 0))
 
 
 def _determined(
-    model: StepTimeModel, of: Sequence[int], moves: Moves, most: int | None = None
+    model: StepTimeModel, of: Sequence[int], moves: LogShifts, most: int | None = None
 ) -> tuple[list[Constant], dict[Constant, float], dict[Constant, str]]:
     """The constants that the runs determine, the uncertainty of each, and why the others are not determined.
 
@@ -261,14 +261,14 @@ def _determined(
     share = np.abs(every).max(axis=0) if constants else []
     why = {constant: "no step time follows it in these runs" for constant in CONSTANTS if constant not in constants}
     for constant, moved in zip(constants, share, strict=True):
-        if moved < MATTERS:
+        if moved < MIN_STEP_EFFECT:
             why[constant] = f"at most {moved:.1%} of a step follows it in these runs"
     inside = [k for k, constant in enumerate(constants) if constant not in why]
     prior = [model.base.prior(constant) for constant in constants]
     while inside:
         left = _deviations(info, inside, prior) / [prior[k] for k in inside]
         worst = int(np.argmax(left))
-        if left[worst] <= DETERMINED and len(inside) <= most:
+        if left[worst] <= MAX_UNCERTAINTY and len(inside) <= most:
             break
         k = inside.pop(worst)
         blurred = _confounded_with(info, inside, k, prior)
@@ -288,18 +288,18 @@ def _deviations(info: Floats, inside: Sequence[int], prior: Sequence[float]) -> 
 
 def _confounded_with(info: Floats, inside: Sequence[int], k: int, prior: Sequence[float]) -> int | None:
     """The other constant that changes the same runs, where this one would be determined without it."""
-    if not inside or _deviations(info, [k], prior)[0] > DETERMINED * prior[k]:
+    if not inside or _deviations(info, [k], prior)[0] > MAX_UNCERTAINTY * prior[k]:
         return None
     alike = [abs(info[k, other]) / math.sqrt(info[k, k] * info[other, other]) for other in inside]
     return inside[int(np.argmax(alike))]
 
 
-def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = ROUNDS) -> Moves:
+def _solve(model: StepTimeModel, of: Sequence[int], moves: LogShifts, rounds: int = MAX_ROUNDS) -> LogShifts:
     constants = list(moves)
     if not constants:
         return {}
     prior = np.asarray([model.base.prior(constant) for constant in constants])
-    room = np.asarray([model.base.room(constant) for constant in constants])
+    room = np.asarray([model.base.shift_bounds(constant) for constant in constants])
     best, cost = dict(moves), _cost(model, of, moves)
     for _ in range(rounds):
         theta = np.asarray([best[constant] for constant in constants])
@@ -317,6 +317,6 @@ def _solve(model: StepTimeModel, of: Sequence[int], moves: Moves, rounds: int = 
         else:
             break
         shift, best, cost = float(np.max(np.abs(moved - theta))), tried, its
-        if shift < SETTLED:
+        if shift < CONVERGED_SHIFT:
             break
     return best

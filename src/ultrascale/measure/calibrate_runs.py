@@ -17,14 +17,14 @@ from ultrascale.measure.accuracy.scores import measured_rate
 from ultrascale.measure.compare import load_run
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_named
-from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
+from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN, run_folders
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.measurement import MeasuredMemory, Measurement
 from ultrascale.specs.plan import job_from_mapping
 from ultrascale.specs.validate import build, shown
 
-LARGEST = 256 * 2**20  # bytes of a .jsonl file: a million steps
+MAX_JSONL_BYTES = 256 * 2**20  # a million steps
 EXAMPLE = "such as runs/first, runs/, gathered.jsonl or a table with the columns of data/published.csv"
 
 
@@ -74,7 +74,7 @@ def _runs_in(path: Path) -> Iterator[CalibrationRun]:
     elif (path / PLAN).is_file() or (path / MEASUREMENT).is_file():
         yield _folder(path)
     else:
-        inside = [each for each in sorted(path.iterdir()) if (each / PLAN).is_file() and (each / MEASUREMENT).is_file()]
+        inside = [run for run in sorted(run_folders(path)) if (run / MEASUREMENT).is_file()]
         if not inside:
             raise SpecError(
                 f"{path} holds no measured run: a run's folder has {PLAN} and, once all its steps are done, {MEASUREMENT}"
@@ -140,7 +140,7 @@ def _positive(value: Any, what: str) -> float:
 
 
 def _lines(path: Path) -> list[str]:
-    return read_named(path, str(path), f"name measured runs, {EXAMPLE}", LARGEST).splitlines()
+    return read_named(path, str(path), f"name measured runs, {EXAMPLE}", MAX_JSONL_BYTES).splitlines()
 
 
 def _spread(steps: Sequence[float]) -> float:

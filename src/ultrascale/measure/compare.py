@@ -228,20 +228,20 @@ def _largest(compared: Comparison, whole: str, unit: str) -> str:
         if term.part and term.unit == unit and term.first is not None and term.second is not None
     ]
     if not known:
-        return sentence + _because(compared, whole, first - second)
+        return sentence + _cause_suffix(compared, whole, first - second)
     # A part that differs the other way makes the total difference smaller.
     towards = [one for one in known if one[1] * (first - second) > 0]
     term, gap = max(towards or known, key=lambda one: abs(one[1]))
     if abs(gap) < 0.005 * second and abs(first - second) < 0.02 * second:
         return f"{sentence}; no part differs by more than 0.5 % of it"
     if not towards or abs(gap) < 0.3 * abs(first - second):  # the difference is not in what the run measures apart
-        return sentence + _because(compared, whole, first - second)
+        return sentence + _cause_suffix(compared, whole, first - second)
     share = "" if term.difference is None else f" ({term.difference:+.0%})"
     most = f"{sentence}; most of it is {term.name}, {amount(abs(gap))} {'more' if gap > 0 else 'less'}{share}"
-    return most + _because(compared, term.name, gap)
+    return most + _cause_suffix(compared, term.name, gap)
 
 
-def _because(compared: Comparison, term: str, gap: float) -> str:
+def _cause_suffix(compared: Comparison, term: str, gap: float) -> str:
     cause = compared.cause(term, gap)
     return f": {cause}" if cause else ""
 

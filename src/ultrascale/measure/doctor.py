@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from ultrascale.cost.estimate import estimate
@@ -261,7 +260,7 @@ MACHINE_CHECKS: dict[str, Callable[[MachineFacts], Verdict]] = {
 
 
 MASTER_BYTES = 4  # of a parameter in fp32, in the optimizer and in a checkpoint
-SAME = 1e-4  # relative; a plan is written with six digits
+RELATIVE_TOLERANCE = 1e-4  # a plan is written with six digits
 
 
 def plan_findings(plan: Plan, facts: MachineFacts) -> list[Finding]:
@@ -286,7 +285,7 @@ def plan_estimate(plan: Plan, facts: MachineFacts) -> Verdict:
         ("a step of", "s", plan.estimate.step_time_s, now.step_time_s),
         ("a peak of", "GiB", plan.estimate.peak_gib, now.peak_gib),
     ):
-        if abs(written - predicted) > SAME * predicted:
+        if abs(written - predicted) > RELATIVE_TOLERANCE * predicted:
             text = f"the file says {what} {written:,.4g} {unit} but {predicted:,.4g} {unit} is predicted now"
             return "warn", text, "it was edited or comes from another version: plan anew"
     return "ok", f"{now.step_time_s:,.3g} s a step, {now.peak_gib:,.1f} GiB: as the file says"
@@ -310,14 +309,13 @@ def plan_processes(plan: Plan, facts: MachineFacts) -> Verdict:
         return "ok", f"{here} GPUs, as each of the {nodes} hosts must have: {start}, on each"
     layout = plan.layout
     sum_ = f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {needed} but there are {here} {whose}"
-    return "bad", sum_, _instead(plan, here) or f"start {needed} processes"
+    return "bad", sum_, _layouts_that_work(plan, here) or f"start {needed} processes"
 
 
-def _instead(plan: Plan, here: int) -> str:
+def _layouts_that_work(plan: Plan, here: int) -> str:
     cluster = plan.job.cluster.model_copy(update={"nodes": 1, "gpus_per_node": here})
-    job = plan.job.changed(cluster=cluster)
-    found = [str(one) for one in islice(supported.alternatives(job, plan.layout, Training()), 2)]
-    return f"with {here} these work: {'; '.join(found)}" if found else ""
+    found = supported.suggestions(plan.job.changed(cluster=cluster), plan.layout, Training())
+    return f"with {here} these work: {found}" if found else ""
 
 
 def _rank_info(facts: MachineFacts) -> RankInfo | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ultrascale.kernels import optional_kernels
 from ultrascale.launch.machine import cores, memory_bytes
+from ultrascale.specs.errors import os_reason
 
 ASK_S = 10.0  # of nvidia-smi, which may hang with its driver
 NO_GPU = "No devices were found"
@@ -331,5 +332,5 @@ def try_disk(place: Path) -> Disk:
             os.utime(file.fileno())
             ahead = os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:
-        return Disk(str(folder), free, f"{folder} cannot be written ({(error.strerror or str(error)).lower()})")
+        return Disk(str(folder), free, f"{folder} cannot be written ({os_reason(error)})")
     return Disk(str(folder), free, write_bytes_s=written / elapsed_s if written else None, clock_ahead_s=ahead)

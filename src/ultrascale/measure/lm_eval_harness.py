@@ -17,8 +17,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from ultrascale.generate import Sampling, load
 from ultrascale.specs.errors import SpecError
-from ultrascale.train.generate import Sampling, load
 
 MAX_LENGTH = 2048  # tokens, where neither the model nor the user gives a limit
 MAX_GEN_TOKENS = 256  # as other models of the harness

@@ -25,7 +25,7 @@ from ultrascale.launch.launcher import Run
 from ultrascale.measure import profile_memory, trace_rank, trace_times
 from ultrascale.measure.trace_analysis import Analysis, analyse
 from ultrascale.measure.trace_times import RankTime
-from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.specs.errors import RunError, SpecError, os_reason
 from ultrascale.specs.files import write_text
 from ultrascale.specs.folders import TRACES
 from ultrascale.specs.measurement import MeasuredMemory
@@ -129,7 +129,7 @@ class Profiler(Observer):
             write()
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = "the disk is full" if full else (error.strerror or str(error)).lower()
+            reason = "the disk is full" if full else os_reason(error)
             self.problems.append(f"{what} could not be written ({reason}): make room, or give another --out")
         except (SpecError, RuntimeError) as error:
             self.problems.append(f"{what}: {error}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ultrascale.figures.style import OWNER_COLORS
 from ultrascale.parallel import torch_private
 from ultrascale.specs.estimate import MEASURED_OWNERS
 from ultrascale.specs.measurement import MeasuredMemory
@@ -17,10 +18,7 @@ from ultrascale.specs.units import GIB, seconds
 from ultrascale.train.engine import Engine
 from ultrascale.train.memory import LiveBytes, account, states
 
-MOST, DRAWN = 2000, 400  # rows that are kept, and that a picture shows
-
-# Okabe and Ito's palette: told apart by readers with any colour vision.
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#999999")
+MAX_ROWS, DRAWN_ROWS = 2000, 400  # rows that are kept, and that a picture shows
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BASE = 860, 420, 80, 840, 50, 340
 
 Row = tuple[float, ...]
@@ -53,7 +51,7 @@ class MemoryTimeline:
         }
 
 
-def thinned(rows: Sequence[Row], most: int = MOST) -> tuple[Row, ...]:
+def thinned(rows: Sequence[Row], most: int = MAX_ROWS) -> tuple[Row, ...]:
     """About `most` rows: the first, and of neighbours the one with most bytes, so that the peak stays."""
     if len(rows) <= most:
         return tuple(rows)
@@ -64,7 +62,7 @@ def thinned(rows: Sequence[Row], most: int = MOST) -> tuple[Row, ...]:
 
 def draw(timeline: MemoryTimeline, title: str, capacity: float | None = None) -> str:
     """An SVG of owners stacked over time, parameters at the bottom; the capacity is a line where it is near the peak."""
-    rows = thinned(timeline.rows, DRAWN)
+    rows = thinned(timeline.rows, DRAWN_ROWS)
     peak = sum(timeline.peak[1:])
     shows = capacity is not None and capacity <= 4 * peak
     top = max(peak, capacity if shows and capacity is not None else 0.0, 1.0) * 1.05
@@ -87,7 +85,7 @@ def draw(timeline: MemoryTimeline, title: str, capacity: float | None = None) ->
         above = [low + row[1 + place] for low, row in zip(below, rows, strict=True)]
         if any(row[1 + place] for row in rows):
             parts.append(
-                f'<path d="{_area(rows, below, above, x, y, last)}" fill="{COLOURS[place]}"><title>{owner}</title></path>'
+                f'<path d="{_area(rows, below, above, x, y, last)}" fill="{OWNER_COLORS[owner]}"><title>{owner}</title></path>'
             )
         below = above
     parts += _axes(top, last, x, y)
@@ -97,7 +95,7 @@ def draw(timeline: MemoryTimeline, title: str, capacity: float | None = None) ->
         parts.append(f'<text x="{RIGHT}" y="{line - 5:.1f}" text-anchor="end">capacity {_size(capacity)}</text>')
     for place, owner in enumerate(timeline.owners):
         left = LEFT + place * 120
-        parts.append(f'<rect x="{left}" y="{HEIGHT - 22}" width="12" height="12" fill="{COLOURS[place]}"/>')
+        parts.append(f'<rect x="{left}" y="{HEIGHT - 22}" width="12" height="12" fill="{OWNER_COLORS[owner]}"/>')
         parts.append(f'<text x="{left + 16}" y="{HEIGHT - 12}">{owner}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -161,7 +161,7 @@ def as_on_a_gpu() -> Iterator[None]:
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
             (attention, "_gather", _few_heads),
-            (ultrascale.kernels, "adamw_triton", SimpleNamespace(changing=_nothing, step=_nothing, sum_of_squares=_nothing)),
+            (ultrascale.kernels, "adamw_triton", SimpleNamespace(step_inputs=_nothing, step=_nothing, sum_of_squares=_nothing)),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.folders import CHECKPOINTS, MEASUREMENT, METRICS, PLAN
+from ultrascale.specs.folders import CHECKPOINTS, MANIFEST, MEASUREMENT, METRICS, PLAN, STEP_FOLDER, run_folders
 from ultrascale.specs.plan import Plan
 
-MOST = 1000  # runs of one folder
+MAX_RUNS = 1000  # runs of one folder
 TAIL_BYTES = 2**20
-_STEP = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,9 @@ def runs_in(folder: Path) -> list[StoredRun]:
     """The folder itself if it is a run, else the runs in it; newest first."""
     if not os.path.isdir(folder):
         raise SpecError(f"there is no folder {folder}: name a run or a folder of runs; `ultrascale train` writes into runs/")
-    inside = [folder] if (folder / PLAN).is_file() else [one for one in folder.iterdir() if (one / PLAN).is_file()]
+    inside = [folder] if (folder / PLAN).is_file() else run_folders(folder)
     inside.sort(key=lambda one: (one / PLAN).stat().st_mtime, reverse=True)
-    return [_read(one) for one in inside[:MOST]]
+    return [_read(one) for one in inside[:MAX_RUNS]]
 
 
 def _read(run: Path) -> StoredRun:
@@ -84,8 +82,8 @@ def _last_row(file: Path) -> dict[str, Any]:
 def _checkpoints(run: Path) -> Iterator[StoredCheckpoint]:
     folder = run / CHECKPOINTS
     for one in folder.iterdir() if folder.is_dir() else ():
-        if (match := _STEP.fullmatch(one.name)) is not None and one.is_dir():
-            yield StoredCheckpoint(int(match[1]), _size(one), (one / "checkpoint.json").is_file())
+        if (match := STEP_FOLDER.fullmatch(one.name)) is not None and one.is_dir():
+            yield StoredCheckpoint(int(match[1]), _size(one), (one / MANIFEST).is_file())
 
 
 def _size(folder: Path) -> int:

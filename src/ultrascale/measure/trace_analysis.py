@@ -18,11 +18,11 @@ from ultrascale.specs.folders import TRACES
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 
-WORTH = 0.02  # of a step: less is not worth a sentence
-UNEVEN = 0.15  # of the busiest rank's computing
-MANY_WAITS = 2.0  # of the host for the device, in a step: one reads the loss
-MOST_BUCKETS = 64
-LARGE = 2**20  # bytes of pageable memory in a step: a loss that is read is less
+MIN_STEP_FRACTION = 0.02  # of a step: less is not worth a sentence
+IMBALANCE_FRACTION = 0.15  # of the busiest rank's computing
+MAX_HOST_WAITS = 2.0  # of the host for the device, in a step: one reads the loss
+MAX_BUCKETS = 64
+LARGE_COPY_BYTES = 2**20  # bytes of pageable memory in a step: a loss that is read is less
 
 ADVICE = {
     "tensor": "a smaller layout.tp, or a larger layout.mbs, whose matmuls last longer beside the same number of collectives",
@@ -68,7 +68,7 @@ def _exposed(ranks: Sequence[RankTime], but: set[str]) -> Iterator[str]:
         )
         found.append((technique, *sums))
     for technique, exposed_s, time_s, calls in sorted(found, key=lambda one: -one[1]):
-        if exposed_s >= WORTH * step and technique not in but:
+        if exposed_s >= MIN_STEP_FRACTION * step and technique not in but:
             number = round(calls)
             hidden = seconds(time_s - exposed_s) if time_s > exposed_s else "none"
             yield (
@@ -89,7 +89,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
     number = max(1, round(last.calls))
     what = f"{number:,} {'bucket' if number == 1 else 'buckets'}"
     backward_s = None if last.backward_s is None else last.backward_s / max(1, layout.get("gas", 1))
-    if open_s < WORTH * step:
+    if open_s < MIN_STEP_FRACTION * step:
         return
     if layout.get("data_parallel") == "naive":
         yield f"Gradients are reduced after backward, {seconds(open_s)} exposed: try layout.data_parallel=bucketed"
@@ -104,7 +104,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
             f"could hide it ({seconds(backward_s)}): try {ADVICE['data']}"
         )
     elif open_s > last.time_s / 2:
-        better = min(MOST_BUCKETS, max(4 * number, math.ceil(last.time_s / (WORTH * step))))
+        better = min(MAX_BUCKETS, max(4 * number, math.ceil(last.time_s / (MIN_STEP_FRACTION * step))))
         total = run.get("gradient_bytes") or last.bytes
         how = f" (train.bucket_mb={max(0.1, total / better / 1e6):.2g})" if run and total else " (bucket_cap_mb of torch's DDP)"
         yield (
@@ -116,7 +116,7 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
 def _uneven(ranks: Sequence[RankTime]) -> Iterator[str]:
     work = sorted(((one.mean("computing_s", "both_s"), one.rank) for one in ranks), key=lambda pair: pair[0])
     (least_s, idle), (most_s, busy) = work[0], work[-1]
-    if len(ranks) > 1 and most_s - least_s > UNEVEN * most_s:
+    if len(ranks) > 1 and most_s - least_s > IMBALANCE_FRACTION * most_s:
         yield (
             f"Ranks compute unevenly: rank {busy} {seconds(most_s)} a step and rank {idle} {seconds(least_s)}: move layers "
             "between stages if these are two, or look for another program on that machine"
@@ -131,7 +131,7 @@ def _gpu(ranks: Sequence[RankTime]) -> Iterator[str]:
     if not found:
         return
     late, _, step = max(found, key=lambda one: one[0].late_s)
-    if late.late_s >= WORTH * step:
+    if late.late_s >= MIN_STEP_FRACTION * step:
         where = ", ".join(f"{seconds(time_s)} in {name}" for name, time_s in list(late.where.items())[:2])
         pace = f" of {seconds(late.kernel_s)} on average, launched every {seconds(late.every_s)}" if late.every_s else ""
         yield (
@@ -139,13 +139,13 @@ def _gpu(ranks: Sequence[RankTime]) -> Iterator[str]:
             f"launches too late, {late.gaps:,.0f} kernels{pace} ({where}): try a larger layout.mbs{_other_launches(ranks)}"
         )
     late, copies, step = max(found, key=lambda one: one[1].waits)
-    if copies.waits > MANY_WAITS or late.after_waits_s >= WORTH * step:
+    if copies.waits > MAX_HOST_WAITS or late.after_waits_s >= MIN_STEP_FRACTION * step:
         yield (
             f"The host waits for the GPU {copies.waits:,.0f} times a step, {seconds(copies.wait_s)} in all, and the GPU is "
             f"then idle for {seconds(late.after_waits_s)}: read values (.item(), .tolist(), print) once, at the step's end"
         )
     copies = max((copies for _, copies, _ in found), key=lambda one: one.pageable_bytes)
-    if copies.pageable_bytes >= LARGE:
+    if copies.pageable_bytes >= LARGE_COPY_BYTES:
         yield (
             f"{copies.pageable:,.0f} copies a step between host and GPU use pageable memory, "
             f"{copies.pageable_bytes / 2**20:,.2f} MiB: pin it (pin_memory=True) and copy with non_blocking=True"
@@ -181,7 +181,7 @@ def _bubble(found: Bubble, predicted: float | None) -> str:
         f"Pipeline bubble: {found.measured:.0%} of {seconds(found.makespan_s)}; {found.schedule} with these stage times has "
         f"{found.scheduled:.0%}{planned}"
     )
-    if fastest and slowest > (1 + UNEVEN) * fastest:
+    if fastest and slowest > (1 + IMBALANCE_FRACTION) * fastest:
         place = found.stage_s.index(slowest)
         return f"{sentence}: stage {place} takes {slowest / fastest:.1f} times as long as the fastest; give it fewer layers"
     if rest > 0.05:

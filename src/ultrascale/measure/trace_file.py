@@ -27,7 +27,7 @@ _SPACE = re.compile(r"\s+")
 _GZIP = b"\x1f\x8b"
 
 
-class _EndError(Exception):
+class _BrokenTraceError(Exception):
     """The text ends, or is no JSON, before the trace ends."""
 
 
@@ -44,15 +44,15 @@ class TraceFile:
     def events(self) -> Iterator[dict[str, Any]]:
         """Every complete event. SpecError for a file that is no trace."""
         try:
-            yield from self._all(_Text(_pieces(self.path)))
-        except _EndError as end:
+            yield from self._all(_JSONReader(_pieces(self.path)))
+        except _BrokenTraceError as end:
             self.broken = str(end)
         except OSError as error:
             raise SpecError(
                 f"--trace {self.path} cannot be read ({error.strerror or error}): name a .json or .json.gz file"
             ) from None
 
-    def _all(self, text: _Text) -> Iterator[dict[str, Any]]:
+    def _all(self, text: _JSONReader) -> Iterator[dict[str, Any]]:
         opening = text.peek()
         if opening == "[":  # a bare list of events
             yield from _objects(text)
@@ -125,7 +125,7 @@ def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
             unpacker = zlib.decompressobj(wbits=31)
 
 
-def _objects(text: _Text) -> Iterator[dict[str, Any]]:
+def _objects(text: _JSONReader) -> Iterator[dict[str, Any]]:
     text.take("[")
     while text.peek() != "]":
         one = text.value()
@@ -136,7 +136,7 @@ def _objects(text: _Text) -> Iterator[dict[str, Any]]:
     text.take("]")
 
 
-class _Text:
+class _JSONReader:
     """JSON from a stream, value by value."""
 
     def __init__(self, pieces: Iterator[str]) -> None:
@@ -150,7 +150,7 @@ class _Text:
             if self._at < len(self._buffer):
                 return self._buffer[self._at]
             if not self._more():
-                raise _EndError(f"it ends after {self._read:,} characters")
+                raise _BrokenTraceError(f"it ends after {self._read:,} characters")
 
     def take(self, character: str) -> None:
         if self.peek() != character:
@@ -167,7 +167,7 @@ class _Text:
                     continue
                 raise self._broken() from None
             except RecursionError:
-                raise _EndError("it is nested too deeply") from None
+                raise _BrokenTraceError("it is nested too deeply") from None
             except ValueError:  # an integer with more digits than Python reads
                 raise self._broken() from None
             if end == len(self._buffer) and not isinstance(found, dict | list | str) and self._more():
@@ -175,8 +175,8 @@ class _Text:
             self._at = end
             return found
 
-    def _broken(self) -> _EndError:
-        return _EndError(f"what begins at character {self._read - len(self._buffer) + self._at:,} is not whole")
+    def _broken(self) -> _BrokenTraceError:
+        return _BrokenTraceError(f"what begins at character {self._read - len(self._buffer) + self._at:,} is not whole")
 
     def _more(self) -> bool:
         """Read as much again as an unfinished value already has, so that all retries together cost as much as reading."""

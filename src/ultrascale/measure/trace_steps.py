@@ -38,27 +38,27 @@ Interval = tuple[float, float]
 Intervals = list[Interval]
 
 
-def merged(intervals: Iterable[Interval]) -> Intervals:
+def union(intervals: Iterable[Interval]) -> Intervals:
     """The union of intervals; empty ones are dropped."""
-    return _where(lambda inside: inside, intervals)
+    return _combine(lambda inside: inside, intervals)
 
 
-def covered(events: Iterable[TraceEvent | CommInterval]) -> Intervals:
+def event_times(events: Iterable[TraceEvent | CommInterval]) -> Intervals:
     """The union of the times of events."""
-    return merged((one.start, one.end) for one in events)
+    return union((one.start, one.end) for one in events)
 
 
-def both(first: Iterable[Interval], second: Iterable[Interval]) -> Intervals:
+def intersection(first: Iterable[Interval], second: Iterable[Interval]) -> Intervals:
     """The intersection of two sets."""
-    return _where(lambda in_first, in_second: in_first & in_second, first, second)
+    return _combine(lambda in_first, in_second: in_first & in_second, first, second)
 
 
-def without(first: Iterable[Interval], second: Iterable[Interval]) -> Intervals:
+def difference(first: Iterable[Interval], second: Iterable[Interval]) -> Intervals:
     """The first set without the second."""
-    return _where(lambda in_first, in_second: in_first & ~in_second, first, second)
+    return _combine(lambda in_first, in_second: in_first & ~in_second, first, second)
 
 
-def _where(keep: Callable[..., Any], *sets: Iterable[Interval]) -> Intervals:
+def _combine(keep: Callable[..., Any], *sets: Iterable[Interval]) -> Intervals:
     """The times for which `keep` is true, given which times are inside each set."""
     arrays = [np.array(list(one), float).reshape(-1, 2) for one in sets]
     times = np.unique(np.concatenate(arrays))
@@ -142,14 +142,14 @@ def _of_gpu(trace: RankTrace) -> StepIntervals:
         own.append(kernel)
 
     def busy(one: TraceEvent) -> tuple[float, float, float] | None:
-        kernels = covered(_between(trace, own, one.start, one.end))
+        kernels = event_times(_between(trace, own, one.start, one.end))
         return (kernels[0][0], kernels[-1][1], length(kernels)) if kernels else None
 
     updates = [kernel for one in trace.ranges if is_optimizer(one.name) for kernel in _between(trace, own, one.start, one.end)]
     return StepIntervals(
         steps=_device_steps(trace, launched),
-        computing=covered(computing),
-        optimizer=covered(kernel for kernel in updates if not is_collective_kernel(kernel.name)),
+        computing=event_times(computing),
+        optimizer=event_times(kernel for kernel in updates if not is_collective_kernel(kernel.name)),
         communication=communication,
         collectives=communication,
         actions=list(_passes(trace, busy)),
@@ -159,7 +159,7 @@ def _of_gpu(trace: RankTrace) -> StepIntervals:
 def _of_cpu(trace: RankTrace) -> StepIntervals:
     technique_of, main = _TechniqueOf(trace), _main_thread(trace)
     pairs = trace.ops.get(main, array("d"))
-    operators = merged(zip(pairs[::2], pairs[1::2], strict=True))
+    operators = union(zip(pairs[::2], pairs[1::2], strict=True))
     ranges = [(one, our_comm_range(one.name)) for one in trace.ranges if one.thread == main]
     waits = [CommInterval(one.start, one.end, *comm) for one, comm in ranges if comm is not None]
     calls = [technique_of.call(one) for one in trace.calls if one.thread == main]
@@ -168,8 +168,8 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
     background = [technique_of.background(one) for one in sorted(running, key=lambda one: one[:3])]
     waited_for = {one.technique for one in waits}
     # Where the ranges tell when the host waits, communication outside of them is overlapped.
-    hidden = without(covered(one for one in background if one.technique in waited_for), covered(waits))
-    pipeline = covered(one for one in waits if one.technique == "pipeline")
+    hidden = difference(event_times(one for one in background if one.technique in waited_for), event_times(waits))
+    pipeline = event_times(one for one in waits if one.technique == "pipeline")
 
     def busy(one: TraceEvent) -> tuple[float, float, float]:
         (waited,) = lengths(pipeline, [(one.start, one.end)])
@@ -177,8 +177,8 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
 
     return StepIntervals(
         steps=windows(trace),
-        computing=merged([*operators, *hidden]),
-        optimizer=both(operators, covered(one for one in trace.ranges if is_optimizer(one.name))),
+        computing=union([*operators, *hidden]),
+        optimizer=intersection(operators, event_times(one for one in trace.ranges if is_optimizer(one.name))),
         communication=[*waits, *calls, *background],
         collectives=calls,
         actions=list(_passes(trace, busy)),

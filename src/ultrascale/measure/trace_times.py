@@ -16,13 +16,13 @@ from ultrascale.measure.trace_steps import (
     Interval,
     StepIntervals,
     TracedPass,
-    both,
-    covered,
+    difference,
+    event_times,
+    intersection,
     length,
     lengths,
-    merged,
     step_intervals,
-    without,
+    union,
 )
 from ultrascale.schedules import build
 from ultrascale.schedules.simulate import StageTimes, simulate
@@ -33,7 +33,7 @@ _COPY = re.compile(r"Memcpy (HtoD|DtoH) \(\w+ -> \w+\)")
 
 
 @dataclass(frozen=True)
-class Launches:
+class LaunchOverhead:
     """Launch overhead of a mean step: the device is idle because the host launches the next kernel too late."""
 
     late_s: float
@@ -53,7 +53,7 @@ class Launches:
 
 
 @dataclass(frozen=True)
-class Copies:
+class HostCopies:
     """Between host and device, in a mean step."""
 
     to_device: float
@@ -78,7 +78,7 @@ class _LateKernel(NamedTuple):
     launched: float
 
 
-def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
+def launches(trace: RankTrace, steps: list[Interval]) -> LaunchOverhead:
     kernels = sorted(trace.kernels, key=lambda kernel: kernel.start)
     starts = [kernel.start for kernel in kernels]
     phases = EnclosingRanges(one for one in trace.ranges if not STEP.match(one.name))
@@ -87,7 +87,7 @@ def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
     runs: list[list[_LateKernel]] = []  # of consecutive kernels
     after_waits_s, count = 0.0, len(steps)
     where: dict[str, float] = defaultdict(float)
-    for begin, end in without(steps, covered(kernels)):
+    for begin, end in difference(steps, event_times(kernels)):
         place = bisect_left(starts, end)
         kernel = kernels[place] if place < len(kernels) and starts[place] == end else None
         launch = trace.launches.get(kernel.correlation) if kernel is not None else None
@@ -102,7 +102,7 @@ def launches(trace: RankTrace, steps: list[Interval]) -> Launches:
         where[_phase(phases, (launch.thread, *hosts), launch.start)] += (end - begin) * US
     late = [one for run in runs for one in run]
     intervals = [(run[-1].launched - run[0].launched) / (len(run) - 1) for run in runs if len(run) > 1]
-    return Launches(
+    return LaunchOverhead(
         late_s=sum(one.start - one.idle_from for one in late) * US / count,
         gaps=len(late) / count,
         stretches=len(runs) / count,
@@ -129,7 +129,7 @@ def _phase(phases: EnclosingRanges, threads: Iterable[Thread], time: float) -> s
     return "no range"
 
 
-def copies(trace: RankTrace, steps: list[Interval]) -> Copies:
+def copies(trace: RankTrace, steps: list[Interval]) -> HostCopies:
     inside = [one for one in trace.kernels if _COPY.match(one.name) and _in(one, steps)]
     waits = [one for one in trace.syncs if _in(one, steps)]
     count = len(steps)
@@ -139,7 +139,7 @@ def copies(trace: RankTrace, steps: list[Interval]) -> Copies:
         known = [int(size) for size in sizes if isinstance(size, int | float) and 0 <= size <= 2**63]
         return len(sizes) / count, sum(known) / count
 
-    return Copies(
+    return HostCopies(
         *number_and_bytes("HtoD"),
         *number_and_bytes("DtoH"),
         *number_and_bytes("Pageable"),
@@ -203,8 +203,8 @@ class RankTime:
     actions: tuple[tuple[TracedPass, ...], ...]
     """by step, in microseconds of the machine's clock"""
     reductions: Reductions | None
-    launches: Launches | None
-    copies: Copies | None
+    launches: LaunchOverhead | None
+    copies: HostCopies | None
     run: dict[str, Any] | None = None
     """our engine's metadata of the run"""
 
@@ -235,8 +235,8 @@ def analyse(trace: RankTrace) -> RankTime:
 
 
 def _steps(intervals: StepIntervals, windows: list[Interval]) -> tuple[StepTime, ...]:
-    exchanging = covered(intervals.communication)
-    sets = intervals.computing, exchanging, both(intervals.computing, exchanging), intervals.optimizer
+    exchanging = event_times(intervals.communication)
+    sets = intervals.computing, exchanging, intersection(intervals.computing, exchanging), intervals.optimizer
     parts = zip(*(lengths(one, windows) for one in sets), strict=True)
     found = []
     for (name, (start, end)), (computes, communicates, overlapped, optimizer) in zip(intervals.steps, parts, strict=True):
@@ -248,13 +248,13 @@ def _steps(intervals: StepIntervals, windows: list[Interval]) -> tuple[StepTime,
 
 
 def _techniques(intervals: StepIntervals, steps: list[Interval]) -> tuple[TechniqueTime, ...]:
-    whole, count = merged(steps), len(steps)
+    whole, count = union(steps), len(steps)
     taken = intervals.computing
     found = []
     for technique in TECHNIQUES:
-        mine = both(covered(one for one in intervals.communication if one.technique == technique), whole)
-        exposed = without(mine, taken)
-        taken = merged([*taken, *exposed])
+        mine = intersection(event_times(one for one in intervals.communication if one.technique == technique), whole)
+        exposed = difference(mine, taken)
+        taken = union([*taken, *exposed])
         kinds = Counter(one.kind for one in intervals.collectives if one.technique == technique and _in(one, steps))
         if mine or kinds:
             each = {kind: number / count for kind, number in kinds.most_common()}
@@ -279,8 +279,8 @@ def _reductions(intervals: StepIntervals, steps: list[Interval]) -> Reductions |
         started = [one for one in intervals.collectives if (one.technique, one.kind) == (technique, kind) and _in(one, steps)]
         if not started:
             continue
-        spans = covered(one for one in intervals.communication if one.technique == technique and one.kind in (kind, "wait"))
-        mine = both(spans, merged(steps))
+        spans = event_times(one for one in intervals.communication if one.technique == technique and one.kind in (kind, "wait"))
+        mine = intersection(spans, union(steps))
         sizes = [one.bytes for one in started if one.bytes is not None]
         backward = [one.busy for one in intervals.actions if one.name != "forward" and _in(one, steps)]
         count = len(steps)
@@ -288,7 +288,7 @@ def _reductions(intervals: StepIntervals, steps: list[Interval]) -> Reductions |
             technique,
             len(started) / count,
             length(mine) * US / count,
-            length(without(mine, intervals.computing)) * US / count,
+            length(difference(mine, intervals.computing)) * US / count,
             sum(backward) * US / count if backward else None,
             sum(sizes) / count if sizes else None,
         )

@@ -118,11 +118,11 @@ class Reference:
 
 def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    (bounds,) = local.run(_alone, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
+    (bounds,) = local.run(_run_one_rank, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
     return Reference(file, steps, bounds)
 
 
-def _alone(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: Sequence[StepPlan], file: Path) -> Bounds:
+def _run_one_rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, steps: Sequence[StepPlan], file: Path) -> Bounds:
     def run(seed: int | None) -> dict[str, torch.Tensor]:
         engine = make_engine(RankInfo(), job, layout, steps[0].training)
         return record(StepRunner(engine, any(step.trace for step in steps), seed), steps)
@@ -196,15 +196,14 @@ def first_difference(layout: Layout, reference: Reference, ranks: Sequence[RankR
         at, section, *name = key.split("/")
         reached = [result.rows[key] for result in ranks if key in result.rows]
         if reached and (left_out := sorted(set(range(batch)) - set().union(*reached))):
-            return (
-                f"step {at}, {_SECTIONS[section]} {name[0]}: missing for sequences {_listed(left_out)} of the batch's {batch}"
-            )
+            missing = f"{_join_first(left_out)} of the batch's {batch}"
+            return f"step {at}, {_SECTIONS[section]} {name[0]}: missing for sequences {missing}"
         differ = [rank for rank, result in enumerate(ranks) if result.errors.get(key, (0.0, 0.0))[1] > 1]
         if differ:
             error = max(ranks[rank].errors[key][0] for rank in differ)
             return (
                 f"step {at}, {_SECTIONS.get(section, section)}{f' {name[0]}' if name else ''}: off by {error:.1e} of its "
-                f"largest entry (bound {reference.bounds.by_key[key].largest:.1e}) on {_places(layout, differ)}"
+                f"largest entry (bound {reference.bounds.by_key[key].largest:.1e}) on {_rank_names(layout, differ)}"
             )
     return ""
 
@@ -221,14 +220,14 @@ _SECTIONS = {
 }
 
 
-def _places(layout: Layout, ranks: Sequence[int]) -> str:
+def _rank_names(layout: Layout, ranks: Sequence[int]) -> str:
     if len(ranks) == layout.gpus:
         return "every rank"
     named = [f"{rank} ({RankCoordinates.of(layout, rank).words(layout)})" for rank in ranks]
-    return f"rank {_listed(named)} of {layout.gpus}"
+    return f"rank {_join_first(named)} of {layout.gpus}"
 
 
-def _listed(values: Sequence[object], most: int = 4) -> str:
+def _join_first(values: Sequence[object], most: int = 4) -> str:
     rest = f" and {len(values) - most} more" if len(values) > most else ""
     return ", ".join(map(str, values[:most])) + rest
 

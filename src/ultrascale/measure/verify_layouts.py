@@ -11,21 +11,19 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any, get_args
 
-from ultrascale.schedules import REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job, Precision
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import DEGREES, ContextParallel, Layout, Recompute
 from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.train.request import Overrides, from_plan
 from ultrascale.train.supported import factors, layout_problem
 
-AXES = ("dp", "tp", "pp", "cp", "ep")
-TECHNIQUES = (*AXES, "zero", "recompute")
-_CONTEXT = ("allgather", "ring", "zigzag", "ulysses")
-_RECOMPUTE = ("none", "selective", "full")
+TECHNIQUES = (*DEGREES, "zero", "recompute")
+_CONTEXT, _RECOMPUTE = get_args(ContextParallel), get_args(Recompute)
 _DATA = ("bucketed", "hooks", "naive", "ddp")
 
 
@@ -34,13 +32,13 @@ def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]
     for word in only:
         if word not in TECHNIQUES:
             raise SpecError(f"--only names '{word:.40}': {nearest(word, TECHNIQUES)}")
-    found = dict.fromkeys(layout for axes in factors(world) for layout in _of_axes(job, axes))
+    found = dict.fromkeys(layout for axes in factors(world) for layout in _layouts_of_axes(job, axes))
     return [layout for layout in found if all(_uses(layout, word) for word in only)]
 
 
-def _of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
+def _layouts_of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
     dp, tp, pp, cp = axes
-    schedules = tuple(REGISTRY) if pp > 1 else ("1f1b",)
+    schedules = tuple(REGISTRY) if pp > 1 else (DEFAULT_SCHEDULE,)
     contexts = _CONTEXT if cp > 1 else ("zigzag",)
     stages = range(4) if dp * cp > 1 else range(1)
     alone = sum(size > 1 for size in axes) == 1  # with one axis, the rest is crossed in full as well
@@ -80,7 +78,7 @@ def _uses(layout: Layout, technique: str) -> bool:
     return bool(value != "none") if technique == "recompute" else value > (0 if technique == "zero" else 1)
 
 
-def spread(layouts: Sequence[Layout], most: int) -> list[Layout]:
+def pairwise_sample(layouts: Sequence[Layout], most: int) -> list[Layout]:
     """A few layouts that together cover as many pairs of values as possible: greedy pairwise testing."""
     left = list(layouts)
     selected: list[Layout] = []
@@ -107,10 +105,10 @@ def _pairs(layout: Layout) -> set[tuple[Any, ...]]:
     return set(combinations(sorted((name, value) for name, value in layout.model_dump().items() if not idle.get(name)), 2))
 
 
-MOST_PROCESSES = 16
-MOST_SEQUENCES = 32  # per data rank
-LARGEST = 5_000_000  # parameters of a model that is verified as it is
-SPREAD = 24  # layouts that `verify --world` tries without --all
+MAX_PROCESSES = 16
+MAX_SEQUENCES = 32  # per data rank
+MAX_PARAMETERS = 5_000_000  # parameters of a model that is verified as it is
+DEFAULT_LAYOUTS = 24  # layouts that `verify --world` tries without --all
 
 
 def to_verify(
@@ -120,22 +118,22 @@ def to_verify(
     if world is None:
         plan, changes = Plan.load(words[0]), Overrides.parse(words[1:])
         request = from_plan(plan, changes, plan.layout.changed(**changes.layout).gpus)
-        job, layout, notes = reduced(request.job, request.layout, _known(precision))
+        job, layout, notes = reduced(request.job, request.layout, _check_precision(precision))
         return job, [layout], notes
-    if not 1 <= world <= MOST_PROCESSES:
-        raise SpecError(f"--world is {world} but must be from 1 to {MOST_PROCESSES}, such as 8")
+    if not 1 <= world <= MAX_PROCESSES:
+        raise SpecError(f"--world is {world} but must be from 1 to {MAX_PROCESSES}, such as 8")
     shape = Model.load(model)
-    if shape.parameters > LARGEST:
+    if shape.parameters > MAX_PARAMETERS:
         raise SpecError(f"--model is {model} with {shape.parameters:,} parameters, too many to try every layout: try tiny")
     sequences = 16 if 16 % world == 0 else 4 * world
-    job = small_job(shape, world, sequences=sequences, precision=_known(precision))
+    job = small_job(shape, world, sequences=sequences, precision=_check_precision(precision))
     layouts = compositions(job, world, [word.strip() for word in only.split(",") if word.strip()] if only else [])
     if not layouts:
         raise SpecError(f"no layout of {world} processes uses {only}: try --world 8, or fewer words in --only")
-    return job, layouts if everything else spread(layouts, SPREAD), ()
+    return job, layouts if everything else pairwise_sample(layouts, DEFAULT_LAYOUTS), ()
 
 
-def _known(precision: str) -> str:
+def _check_precision(precision: str) -> str:
     if precision not in get_args(Precision):
         raise SpecError(f"--precision is '{precision:.20}' but must be one of {', '.join(get_args(Precision))}: try fp32")
     return precision
@@ -153,25 +151,25 @@ def reduced(job: Job, layout: Layout, precision: str = "fp32") -> tuple[Job, Lay
     """
     notes = []
     model = job.model
-    if model.parameters > LARGEST:
-        model = _narrow(model, layout.tp, layout.ep)
+    if model.parameters > MAX_PARAMETERS:
+        model = _narrow_model(model, layout.tp, layout.ep)
         widths = f"hidden {model.hidden}, ffn {model.ffn}, vocab {model.vocab}"
         if model.moe is not None:
             widths += f", {model.moe.experts} experts of {model.moe.expert_ffn}"
         notes.append(f"{job.model.name} at {widths}; layers and heads as they are")
     cut = layout
-    if layout.gpus > MOST_PROCESSES:
-        dp = max(1, min(layout.dp, MOST_PROCESSES // (layout.tp * layout.pp * layout.cp)))
+    if layout.gpus > MAX_PROCESSES:
+        dp = max(1, min(layout.dp, MAX_PROCESSES // (layout.tp * layout.pp * layout.cp)))
         cut = layout.model_copy(update={"dp": dp, "ep": math.gcd(layout.ep, dp * layout.cp), "zero_shards": None})
-        if cut.gpus > MOST_PROCESSES:
+        if cut.gpus > MAX_PROCESSES:
             raise SpecError(
                 f"layout.tp·pp·cp is {layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus // layout.dp}, but verify starts at "
-                f"most {MOST_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
+                f"most {MAX_PROCESSES} processes on one machine: try smaller ones, such as layout.pp=2"
             )
         notes.append(f"dp {cut.dp} instead of {layout.dp}: more replicas compute what these do")
         if cut.ep != layout.ep:
             notes.append(f"ep {cut.ep} instead of {layout.ep}")
-    if layout.mbs * layout.gas > MOST_SEQUENCES:
+    if layout.mbs * layout.gas > MAX_SEQUENCES:
         gas = min(layout.gas, max(2 * layout.pp, 2))
         cut = cut.model_copy(update={"mbs": 1, "gas": gas})
         notes.append(f"{gas} micro-batches of one sequence instead of {layout.gas} of {layout.mbs}")
@@ -183,17 +181,17 @@ def reduced(job: Job, layout: Layout, precision: str = "fp32") -> tuple[Job, Lay
     return small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes)
 
 
-def _narrow(model: Model, tp: int, ep: int) -> Model:
+def _narrow_model(model: Model, tp: int, ep: int) -> Model:
     width = 64 * tp
     learned: dict[str, Any] = {"max_positions": min(model.max_positions or 4096, 4096)} if model.positions == "learned" else {}
     sizes = {"hidden": 64, "head_dim": 8, "ffn": 2 * width, "vocab": -(-256 // tp) * tp}
     if model.moe is not None:
-        learned["moe"] = _fewer(model.moe, ep, 8 * tp)
+        learned["moe"] = _fewer_experts(model.moe, ep, 8 * tp)
         sizes["ffn"] = sizes["ffn"] if model.dense_layers else 0
     return model.model_copy(update={"name": f"narrow {model.name}", **sizes, **learned})
 
 
-def _fewer(moe: MoE, ep: int, width: int) -> MoE:
+def _fewer_experts(moe: MoE, ep: int, width: int) -> MoE:
     """Enough experts for top_k and ep, and some more."""
     experts = min(moe.experts, ep * -(-2 * moe.top_k // ep))
     shared = {"shared_expert_ffn": width} if moe.shared_experts else {}

@@ -18,11 +18,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ultrascale.measure.verify_layouts import AXES, compositions, small_job
+from ultrascale.measure.verify_layouts import compositions, small_job
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, write_text
+from ultrascale.specs.folders import CHECKPOINTS, step_folder
 from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import DEGREES, Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import Training
 from ultrascale.specs.validate import build
@@ -31,7 +32,7 @@ from ultrascale.train.supported import job_problem, layout_problem
 STEPS, SEQ, SEQUENCES = 6, 32, 8
 LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
-POOL = 64  # programs drawn for each one that is taken
+CANDIDATES_PER_PROGRAM = 64  # programs drawn for each one that is taken
 _DONE: dict[str, Any] = {"end": "done", "at": 0, "rank": None, "phase": "update"}
 PHASES = ("reading", "forward and backward", "update", "saving", "evaluating")
 
@@ -171,7 +172,7 @@ class Program(BaseModel):
         for number, launch in enumerate(self.launches):
             source = f"--model {model} --out {run}" if number == 0 else f"--resume {run}"
             if launch.roll_back is not None and number:
-                source += f"/checkpoints/step-{launch.roll_back:06d}"
+                source += f"/{CHECKPOINTS}/{step_folder(launch.roll_back)}"
             ending = launch.ending()
             lines.append(
                 f"ultrascale train {source} --nproc {launch.layout.gpus} {' '.join(self.words(number))}"
@@ -218,7 +219,7 @@ def _features(launch: Launch, before: Launch | None) -> dict[str, object]:
     """Features of a layout and of a launch, each with whether it is used. `before`: the launch that it resumes."""
     layout = launch.layout
     plain_data = not layout.zero and layout.data_ranks > 1
-    found: dict[str, object] = {axis: getattr(layout, axis) > 1 for axis in AXES}
+    found: dict[str, object] = {axis: getattr(layout, axis) > 1 for axis in DEGREES}
     found |= {
         f"zero{layout.zero}": layout.zero and layout.data_ranks > 1,
         "hsdp": layout.zero and layout.shards < layout.data_ranks,
@@ -257,7 +258,7 @@ class ProgramGenerator:
         """a program for each pair that was drawn but not taken, so that rare pairs need not be drawn again"""
 
     def next(self) -> Program:
-        for program in (self._draw() for _ in range(POOL)):
+        for program in (self._draw() for _ in range(CANDIDATES_PER_PROGRAM)):
             pairs = program.pairs()
             self.possible |= pairs
             self._uncovered |= dict.fromkeys(sorted(pairs - self.covered.keys()), program)

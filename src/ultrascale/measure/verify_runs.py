@@ -39,7 +39,7 @@ from ultrascale.train.optimizer import learning_rate
 from ultrascale.train.request import from_words
 
 LONGEST_LAUNCH_S = 3 * TIMEOUT_S
-MOST_TRIES = 60  # of shorter programs
+MAX_SHRINK_TRIES = 60  # of shorter programs
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def check_program(program: Program) -> ProgramResult:
         try:
             histories = execute(program, run)
             verdict: ProgramResult
-            (verdict,) = local.run(_judge, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
+            (verdict,) = local.run(_compare_run, 1, program, run, histories, Path(folder), timeout_s=LONGEST_LAUNCH_S)
         except (RunError, SpecError) as failure:
             verdict = ProgramResult(program, math.inf, problem=str(failure).strip().splitlines()[-1])
     return replace(verdict, seconds=time.monotonic() - began)
@@ -104,7 +104,7 @@ def check_program(program: Program) -> ProgramResult:
 def execute(program: Program, run: Path, traced: int | None = None, **tracing: Any) -> list[History]:
     """Run all launches of a program: the run's history after each. RunError where one ends in another way than planned.
 
-    `traced`: the launch whose ranks compare modules, as `_Traced` with `tracing`.
+    `traced`: the launch whose ranks compare modules, as `_ModuleComparer` with `tracing`.
     """
     _, model = program.save(run.parent / "program")
     histories = [History()]
@@ -116,7 +116,7 @@ def execute(program: Program, run: Path, traced: int | None = None, **tracing: A
         if start >= one.steps:
             continue
         before = histories[-1].starts if source is not None else ()
-        observe = partial(_Traced, launch=one, **tracing) if number == traced else partial(_Events, launch=one)
+        observe = partial(_ModuleComparer, launch=one, **tracing) if number == traced else partial(_PlannedEnd, launch=one)
         _launch(program, number, run, source, model, observe)
         histories.append(History((*before, (start, number)), _rows(run)))
     return histories[1:]
@@ -170,7 +170,7 @@ def _last_line(file: Path) -> str:
     return lines[-1].strip() if lines else ""
 
 
-class _Events(Observer):
+class _PlannedEnd(Observer):
     """Ends a launch at the planned point."""
 
     def __init__(self, engine: Engine, launch: Launch) -> None:
@@ -189,7 +189,7 @@ class _Events(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _judge(
+def _compare_run(
     rank: int, nproc: int, store: str, program: Program, run: Path, histories: list[History], folder: Path
 ) -> ProgramResult:
     """Compare the run's files with a reference that this process computes."""
@@ -215,7 +215,7 @@ def _judge(
                 found = (*reference.bounds.excess(key, value, whole[key]), history.launch_of(int(key.split("/")[0])))
                 errors[key] = max(found, errors.get(key, found))
 
-    final = [*_metrics(rows), *_kept(checkpoint.latest(run), STEPS)]
+    final = [*_metrics(rows), *_checkpoint_tensors(checkpoint.latest(run), STEPS)]
     if unknown := sorted({key for key, _ in final} ^ set(whole)):
         return ProgramResult(program, math.inf, problem=f"of the run and one process, only one has {unknown[0]}")
     compare(history, final)
@@ -255,7 +255,7 @@ def _metrics(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
+def _checkpoint_tensors(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     """Weights and optimizer states of a checkpoint, whole."""
     tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, dict[str, TensorSlice]] = {}
@@ -271,10 +271,10 @@ def _kept(source: Checkpoint, step: int) -> list[tuple[str, torch.Tensor]]:
     return list(tensors.items())
 
 
-def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
+def shrink(failed: ProgramResult, say: Callable[[str], None] = lambda text: None) -> ProgramResult:
     """The shortest program found that still fails."""
     best, tries = failed, 0
-    while tries < MOST_TRIES:
+    while tries < MAX_SHRINK_TRIES:
         for candidate in simpler(best.program):
             if candidate.problem() is not None:
                 continue
@@ -284,14 +284,14 @@ def shortened(failed: ProgramResult, say: Callable[[str], None] = lambda text: N
             if not verdict.ok and bool(verdict.problem) == bool(failed.problem):
                 best = verdict
                 break
-            if tries >= MOST_TRIES:
+            if tries >= MAX_SHRINK_TRIES:
                 break
         else:
             break
-    return replace(best, where=_located(best))
+    return replace(best, where=_first_difference(best))
 
 
-def _located(failed: ProgramResult) -> str:
+def _first_difference(failed: ProgramResult) -> str:
     """The first module that differs, in the first step that differs."""
     if failed.first is None:
         return ""
@@ -312,7 +312,7 @@ def _located(failed: ProgramResult) -> str:
         return first_difference(program.launches[number].layout, reference, ranks) if ranks else ""
 
 
-class _Traced(_Events):
+class _ModuleComparer(_PlannedEnd):
     """Compares every module of one step with the reference, too."""
 
     def __init__(self, engine: Engine, launch: Launch, step: int, reference: Reference, out: Path) -> None:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-NARROWEST = 16  # smallest head dimension of torch's kernel: the tile of a matrix unit
+MIN_HEAD_DIM = 16  # smallest head dimension of torch's kernel: the tile of a matrix unit
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def why_not(head_dim: int, dtype: torch.dtype) -> str | None:
     """Why FlexAttention cannot be used, so that masks are dense; None if it can."""
-    if head_dim < NARROWEST:
-        return f"heads of {head_dim} are narrower than {NARROWEST}"
+    if head_dim < MIN_HEAD_DIM:
+        return f"heads of {head_dim} are narrower than {MIN_HEAD_DIM}"
     if dtype == torch.float64:
         return "the numbers are float64"
     return None

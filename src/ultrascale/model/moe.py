@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ultrascale.model.operators import ACTIVATIONS, at_least_fp32
 from ultrascale.specs.model import Model, MoE
 
-ALIGNED = 16  # bytes: the row alignment that the grouped kernel requires
+ROW_ALIGNMENT_BYTES = 16  # of rows, which the grouped kernel requires
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -75,11 +75,13 @@ def why_not_grouped(dtype: torch.dtype, *widths: int) -> str | None:
     """Why the grouped kernel cannot be used, so that experts are multiplied one by one; None if it can."""
     if dtype != torch.bfloat16:
         return f"the grouped kernel multiplies bf16, not {str(dtype).removeprefix('torch.')}"
-    odd = [width for width in widths if width * dtype.itemsize % ALIGNED]
-    return f"the grouped kernel wants widths that are multiples of {ALIGNED // dtype.itemsize}, not {odd[0]}" if odd else None
+    odd = [width for width in widths if width * dtype.itemsize % ROW_ALIGNMENT_BYTES]
+    if odd:
+        return f"the grouped kernel wants widths that are multiples of {ROW_ALIGNMENT_BYTES // dtype.itemsize}, not {odd[0]}"
+    return None
 
 
-HIGH = -(2**16)  # mask of the fp32 bits that bf16 has too
+BF16_MASK = -(2**16)  # mask of the fp32 bits that bf16 has too
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class _BF16GemmToFP32(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         # By bit mask: a compiler would remove a cast to bf16 and back.
-        high = (grad.contiguous().view(torch.int32) & HIGH).view(torch.float32)
+        high = (grad.contiguous().view(torch.int32) & BF16_MASK).view(torch.float32)
         high_low = torch.cat([high, grad - high], 1).to(x.dtype)
         grad_weight = _gemm_to_fp32(high_low.t(), x).view(2, *weight.shape).sum(0)
         return high_low @ torch.cat([weight, weight]), grad_weight.to(weight.dtype)

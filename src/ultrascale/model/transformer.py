@@ -26,7 +26,7 @@ from ultrascale.specs.engine import model_problem
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
-IGNORED = -100  # the target of a token without loss
+IGNORE_INDEX = -100  # the target of a token without loss
 
 Mask = Any
 """an attention mask: a Tensor that is added to scores, or a BlockMask on a GPU"""
@@ -146,7 +146,9 @@ class CrossEntropy(nn.Module):
     """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(at_least_fp32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            at_least_fp32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
 
 
 class Head(nn.Module):

@@ -151,7 +151,7 @@ class AsyncCollective(Generic[Result]):
 def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> AsyncCollective[Tensor]:
     """In place; `x` must be contiguous and must not be used until `wait`."""
     if axis.size == 1:
-        return done(x, axis)
+        return completed(x, axis)
     with comm_range(axis.name, "all_reduce"):
         work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
     return AsyncCollective("all_reduce", _works(work), axis, [x], lambda: x)
@@ -159,7 +159,7 @@ def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> AsyncCollective[T
 
 def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Tensor]:
     if axis.size == 1:
-        return done(x, axis)
+        return completed(x, axis)
     x = x.contiguous()
     whole = x.new_empty(axis.size * x.numel())
     with comm_range(axis.name, "all_gather"):
@@ -167,19 +167,19 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Ten
     return AsyncCollective("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
 
 
-def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, op: Op = "sum") -> AsyncCollective[Tensor]:
+def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Tensor]:
     if axis.size == 1:
-        return done(x, axis)
+        return completed(x, axis)
     parts = _split(x, axis, dim % x.dim())
     own = torch.empty_like(parts[0])
     with comm_range(axis.name, "reduce_scatter"):
-        work = _scatter_into(own.view(-1), parts.view(-1), op=_OPS[op], group=axis.group, async_op=True)
+        work = _scatter_into(own.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return AsyncCollective("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
 
 def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> AsyncCollective[Tensor]:
     if axis.size == 1:
-        return done(x, axis)
+        return completed(x, axis)
     parts = _split(x, axis, split_dim % x.dim())
     received = torch.empty_like(parts)
     with comm_range(axis.name, "all_to_all"):
@@ -190,7 +190,7 @@ def all_to_all_start(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> 
 def all_to_all_rows_start(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> AsyncCollective[Tensor]:
     """Sends the first sent[0] rows to rank 0, the next sent[1] to rank 1 …; receives received[i] rows from each rank i."""
     if axis.size == 1:
-        return done(x, axis)
+        return completed(x, axis)
     x = x.contiguous()
     rows = x.new_empty(sum(received), *x.shape[1:])
     with comm_range(axis.name, "all_to_all"):
@@ -205,7 +205,7 @@ def shift_start(tensors: Sequence[Tensor], axis: Axis) -> AsyncCollective[list[T
     """
     sent = [x.contiguous() for x in tensors]
     if axis.size == 1 or not sent:
-        return done(sent, axis)
+        return completed(sent, axis)
     received = [torch.empty_like(x) for x in sent]
     next_rank, previous_rank = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     operations = [dist.P2POp(dist.isend, x, next_rank, axis.group, tag) for tag, x in enumerate(sent)]
@@ -239,7 +239,7 @@ def _works(work: dist.Work | None) -> list[dist.Work]:
     return [] if work is None else [work]
 
 
-def done(x: Result, axis: Axis) -> AsyncCollective[Result]:
+def completed(x: Result, axis: Axis) -> AsyncCollective[Result]:
     """A completed collective with result `x`."""
     return AsyncCollective("nothing", [], axis, [], lambda: x)
 

@@ -89,14 +89,14 @@ class AttentionTile:
     causal: bool
 
 
-OWN = AttentionTile(ALL, ALL, causal=True)
+DIAGONAL_TILE = AttentionTile(ALL, ALL, causal=True)
 """A rank's queries and its own keys; for zigzag too, because the rank's second slice is later than its first."""
 
 
 def visible(variant: ContextParallel, rank: int, owner: int, length: int) -> AttentionTile | None:
     """The tile of `owner`'s keys that the causal mask leaves to the queries of `rank`; each rank holds `length` tokens."""
     if owner == rank:
-        return OWN
+        return DIAGONAL_TILE
     if variant == "zigzag":
         first, second = slice(0, length // 2), slice(length // 2, length)
         return AttentionTile(ALL, first, causal=False) if owner < rank else AttentionTile(second, ALL, causal=False)
@@ -175,7 +175,7 @@ def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSof
 def _gathered_backward(saved: _SavedTensors, axis: Axis) -> Gradients:
     length = saved.k.shape[1]
     pending = [comm.all_gather_start(x, axis, dim=1) for x in (saved.k, saved.v)]
-    dq, *own = saved.backward(OWN, saved.k, saved.v)
+    dq, *own = saved.backward(DIAGONAL_TILE, saved.k, saved.v)
     keys, values = (x.wait() for x in pending)
     grads = [torch.zeros_like(x) for x in (keys, values)]
     start = axis.rank * length
@@ -213,7 +213,7 @@ def _ring_backward(saved: _SavedTensors, axis: Axis, variant: ContextParallel) -
     sent in the dtype of the keys, as a reduce-scatter would send them.
     """
     pending = comm.shift_start([saved.k, saved.v], axis)
-    dq, dk, dv = saved.backward(OWN, saved.k, saved.v)
+    dq, dk, dv = saved.backward(DIAGONAL_TILE, saved.k, saved.v)
     dq = at_least_fp32(dq)
     received, sums = pending.wait(), list[Tensor]()
     for step in range(1, axis.size):

@@ -20,7 +20,7 @@ from ultrascale.parallel.comm import AsyncCollective, Axis
 from ultrascale.parallel.torch_private import prepare_ddp_backward
 from ultrascale.specs.units import groups_up_to
 
-Variant = Literal["naive", "hooks", "bucketed"]
+BucketReduction = Literal["naive", "hooks", "bucketed"]
 Compress = Literal["none", "bf16", "int8"]
 MEGABYTE = 1e6
 BLOCK = 256  # elements per int8 scale: one scale for a whole bucket would round its small gradients to zero
@@ -94,7 +94,7 @@ class BucketedGrads(GradientReducer):
         self,
         module: nn.Module,
         axis: Axis,
-        variant: Variant,
+        variant: BucketReduction,
         dtype: torch.dtype,
         bucket_mb: float = 25.0,
         compress: Compress = "none",
@@ -214,7 +214,7 @@ def _int8_mean_start(flat: torch.Tensor, axis: Axis) -> AsyncCollective[torch.Te
     code, scale = _quantize(received.view(axis.size, blocks, BLOCK).mean(dim=0))
     whole = comm.all_gather(code, axis).float() * comm.all_gather(scale, axis)
     flat.copy_(whole.view(-1)[: flat.numel()])
-    return comm.done(flat, axis)
+    return comm.completed(flat, axis)
 
 
 def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

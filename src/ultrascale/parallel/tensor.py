@@ -19,7 +19,7 @@ from torch import nn
 
 from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.transformer import IGNORED, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
+from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.expert_layer import ParallelExperts, add_gradient
@@ -28,7 +28,7 @@ from ultrascale.parallel.recompute_cache import cache_across_recompute
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 
-ALONE = Axis("alone", None, 0, 1, (0,))
+SINGLE_RANK = Axis("alone", None, 0, 1, (0,))
 Result = Literal["saved", "recomputed", "unused"]
 
 
@@ -83,7 +83,7 @@ class _MultiLinearFunction(torch.autograd.Function):
         if dx is not None:
             reduction = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
         if deferred.open:
-            deferred.pending.append(_deferred_grads(x, axis if ctx.sequence else ALONE, grads, ctx.parameters, gemms))
+            deferred.pending.append(_deferred_grads(x, axis if ctx.sequence else SINGLE_RANK, grads, ctx.parameters, gemms))
             dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
             dw = [gemms.grad_weight(grad, whole) for grad in grads]
@@ -113,7 +113,7 @@ class _RowParallelFunction(torch.autograd.Function):
         grad = comm.all_gather(grads[0], ctx.axis, SEQUENCE) if ctx.sequence else grads[0]
         dx = gemms.grad_input(grad, weight) if ctx.needs_input_grad[0] else None
         if deferred.open:
-            deferred.pending.append(_deferred_grads(x, ALONE, [grad], [ctx.parameter], gemms))
+            deferred.pending.append(_deferred_grads(x, SINGLE_RANK, [grad], [ctx.parameter], gemms))
         dw = None if deferred.open else gemms.grad_weight(grad, x)
         return dx, dw, None, None, None, None, None
 
@@ -241,7 +241,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         own = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
         sums = comm.all_reduce(torch.stack((shares.sum(dim=-1), own)), axis)
         total, target_score = sums.unbind()
-        counts = targets != IGNORED
+        counts = targets != IGNORE_INDEX
         shares.div_(total.unsqueeze(-1))
         ctx.save_for_backward(shares, local, here, counts)
         ctx.dtype = logits.dtype
@@ -350,5 +350,5 @@ def _parallel_mlp(
     if deferred.used:
         ParallelExperts.of(mlp).push_deferred = deferred.push
         if isinstance(mlp.shared, MLP):
-            mlp.shared = cast(MLP, _parallel_mlp(mlp.shared, ALONE, False, deferred))
+            mlp.shared = cast(MLP, _parallel_mlp(mlp.shared, SINGLE_RANK, False, deferred))
     return TensorParallelExperts(mlp, axis, sequence) if axis.size > 1 else mlp

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ultrascale.kernels.float8_gemm import NARROW, Float8Weight, factor_below
+from ultrascale.kernels.float8_gemm import E4M3, Float8Weight, power_of_two_scale
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, torch_private
 from ultrascale.parallel.comm import Axis
@@ -203,7 +203,7 @@ class Float8GatherScales:
         group_max = torch.zeros_like(self.factors).scatter_reduce_(0, self.group_indices, own, "amax")
         # Rounded to the compute dtype, as the weights themselves are before they are cast to fp8.
         largest = comm.all_reduce(group_max, self.axis, op="max").to(self.compute)
-        self.factors.copy_(factor_below(largest, NARROW))
+        self.factors.copy_(power_of_two_scale(largest, E4M3))
         self.scales.copy_(self.factors.reciprocal())
 
 
@@ -216,7 +216,7 @@ def _attach_gather_hooks(shard: Tensor, factor: Tensor, scale: Tensor, compute: 
     def before(mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], int]:
         rows = -(-size[0] // mesh.size())  # equal on every rank: the last ranks pad
         # The factor is a power of two that keeps every entry within fp8's range: exact in any format, no clamping needed.
-        narrow = (shard.to(compute) * factor).to(NARROW).view(torch.uint8)
+        narrow = (shard.to(compute) * factor).to(E4M3).view(torch.uint8)
         missing = rows - len(narrow)
         return (nn.functional.pad(narrow, (0, 0, 0, missing)) if missing else narrow,), size[0]
 
@@ -225,6 +225,6 @@ def _attach_gather_hooks(shard: Tensor, factor: Tensor, scale: Tensor, compute: 
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         if out is not None:  # created in the first gather; later gathers write into the same memory
             return None
-        return Float8Weight(outputs[0][:rows].view(NARROW), scale, dtype), ()
+        return Float8Weight(outputs[0][:rows].view(E4M3), scale, dtype), ()
 
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from ultrascale.cost import engines
 from ultrascale.cost.estimate import estimate, memory_limit_gib
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, rank
-from ultrascale.specs.engine import OWN
+from ultrascale.specs.engine import OWN_ENGINE
 from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
@@ -139,7 +139,7 @@ def runnable_job(job: Job) -> tuple[Job, list[str]]:
     sentence = engines.job_problem(job)
     if sentence is None:
         return job, []
-    if job.framework.engine != OWN:
+    if job.framework.engine != OWN_ENGINE:
         raise SpecError(f"{sentence}, or another --framework")
     note = f"`ultrascale train` cannot run this job: {sentence}. The plan is for an idealised engine (`{IDEALISED}`)"
     return job.changed(framework=Framework.load(IDEALISED)), [f"{note}; to plan for an existing one: --framework megatron-core"]

@@ -12,10 +12,10 @@ from ultrascale.schedules import DEFAULT_SCHEDULE
 from ultrascale.specs.layout import Layout
 
 LEAST_MEMORY, SIMPLEST, NO_PIPELINE, TP_IN_NODE = "least memory", "simplest", "no pipeline", "TP inside a node"
-LEANEST_WITHIN = 1.10  # of the fastest step
-SIMPLEST_WITHIN = 1.03
-WITHIN = {LEAST_MEMORY: LEANEST_WITHIN, SIMPLEST: SIMPLEST_WITHIN}
-CANDIDATES = 12  # of each kind: closed forms are some percent off, so the best are evaluated exactly
+LEAST_MEMORY_MAX_SLOWDOWN = 1.10  # of the fastest step
+SIMPLEST_MAX_SLOWDOWN = 1.03
+MAX_SLOWDOWN = {LEAST_MEMORY: LEAST_MEMORY_MAX_SLOWDOWN, SIMPLEST: SIMPLEST_MAX_SLOWDOWN}
+CANDIDATES_PER_KIND = 12  # of each kind: closed forms are some percent off, so the best are evaluated exactly
 
 
 @dataclass
@@ -33,7 +33,7 @@ class AlternativeLayouts:
         self.fastest_s = min(self.fastest_s, float(cells.step_s.min(initial=np.inf)))
         if not np.isfinite(self.fastest_s):
             return
-        core, variant = np.nonzero(cells.step_s <= LEANEST_WITHIN * self.fastest_s)
+        core, variant = np.nonzero(cells.step_s <= LEAST_MEMORY_MAX_SLOWDOWN * self.fastest_s)
         order = np.argsort(cells.step_s[core, variant], kind="stable")
         core, variant = core[order], variant[order]
         rows, peak = cells.layouts(core, variant), cells.peak_bytes[core, variant]
@@ -53,10 +53,12 @@ class AlternativeLayouts:
         step_s, peak = np.concatenate(self._step_s), np.concatenate(self._peak_bytes)
         slower = step_s / self.fastest_s
         kinds = {
-            LEAST_MEMORY: np.where(slower <= LEANEST_WITHIN, peak, np.inf),
-            SIMPLEST: np.where(slower <= SIMPLEST_WITHIN, techniques(rows) + slower / 1e3, np.inf),
+            LEAST_MEMORY: np.where(slower <= LEAST_MEMORY_MAX_SLOWDOWN, peak, np.inf),
+            SIMPLEST: np.where(slower <= SIMPLEST_MAX_SLOWDOWN, techniques(rows) + slower / 1e3, np.inf),
         }
-        found = {kind: [n for n in np.argsort(score)[:CANDIDATES] if np.isfinite(score[n])] for kind, score in kinds.items()}
+        found = {
+            kind: [n for n in np.argsort(score)[:CANDIDATES_PER_KIND] if np.isfinite(score[n])] for kind, score in kinds.items()
+        }
         return {kind: [rows.layout(int(number)) for number in numbers] for kind, numbers in found.items() if numbers}
 
 

@@ -19,20 +19,19 @@ from ultrascale.cost import engines
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
-from ultrascale.cost.table import LayoutTable
-from ultrascale.plan.alternatives import LEANEST_WITHIN, AlternativeLayouts
+from ultrascale.cost.table import ScheduleVariant, SearchTable
+from ultrascale.plan.alternatives import LEAST_MEMORY_MAX_SLOWDOWN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout, field_value
+from ultrascale.specs.layout import DEGREES, Layout, field_value
 from ultrascale.specs.units import GIB
 
 Objective = Literal["throughput", "cost", "memory"]  # the fastest step, the least GPU time per token, the least memory
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-DEGREES = ("dp", "tp", "pp", "cp", "ep")
 # What `--forbid cp` leaves: the value at which the technique is off.
-OFF: dict[str, Any] = {
+DISABLED_VALUES: dict[str, Any] = {
     **dict.fromkeys((*DEGREES, "virtual_stages", "mbs", "gas"), 1),
     "zero": 0,
     "zero_shards": None,
@@ -83,13 +82,13 @@ class LayoutConstraints:
                 name, value = _pair(text, "--forbid")
                 forbidden[name] = (*forbidden.get(name, ()), field_value(name, value))
                 continue
-            if text not in OFF and text in CHOICES:
+            if text not in DISABLED_VALUES and text in CHOICES:
                 raise SpecError(f"--forbid {text} needs a value to rule out, such as --forbid {text}={CHOICES[text][0]}")
-            if text not in OFF:
+            if text not in DISABLED_VALUES:
                 field_value(text, "")  # an unknown name has its own sentence
-            if text in fixed and fixed[text] != OFF[text]:
+            if text in fixed and fixed[text] != DISABLED_VALUES[text]:
                 raise SpecError(f"--fix {text}={_shown(fixed[text])} and --forbid {text} contradict each other: drop one")
-            fixed[text] = OFF[text]
+            fixed[text] = DISABLED_VALUES[text]
         for name, values in forbidden.items():
             if fixed.get(name) in values and name in fixed:
                 value = _shown(fixed[name])
@@ -138,7 +137,7 @@ class LayoutCores:
     """Every legal layout of one pipeline degree but for its schedule, and the schedules to try with each."""
 
     columns: LayoutColumns
-    variants: tuple[tuple[str, int], ...]
+    variants: tuple[ScheduleVariant, ...]
 
 
 @lru_cache
@@ -283,7 +282,7 @@ def _dispatchers(job: Job, ep: int) -> list[str]:
 _PIPELINE = {"schedule", "virtual_stages", "pp"}
 
 
-def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[tuple[str, int]]:
+def _schedules(job: Job, constraints: LayoutConstraints, pp: int) -> list[ScheduleVariant]:
     if pp == 1:
         pairs = [(DEFAULT_SCHEDULE, 1)]
     else:
@@ -306,7 +305,8 @@ def why_empty(job: Job, constraints: LayoutConstraints) -> str:
         layout = Layout.model_construct(**{**Layout().model_dump(), **pinned})
         row = LayoutColumns.of([layout])
         for name, value in pinned.items():
-            if value != OFF.get(name) and (sentence := engines.value_problem(job.framework.engine, name, value)) is not None:
+            sentence = engines.value_problem(job.framework.engine, name, value)
+            if sentence is not None and value != DISABLED_VALUES.get(name):
                 return f"{sentence}, or another --framework"
         for rule in (*RULES, *engines.rules(job.framework.engine)):
             if set(rule.fields) <= set(pinned) and not rule.holds(job, row)[0]:
@@ -361,7 +361,7 @@ def rank(
     """
     machine, of_memory = ClusterRates(job), objective == "memory"
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
-    tables = [LayoutTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
+    tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
     least_peak = np.concatenate([np.zeros(0), *(one.least_peak_bytes() for one in tables)])
     bound = least_peak if of_memory else np.concatenate([np.zeros(0), *(one.shortest_step_s() for one in tables)])
     order = np.argsort(bound, kind="stable")
@@ -372,7 +372,7 @@ def rank(
     while start < len(order):
         worst = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
         if kinds:
-            worst = max(worst, LEANEST_WITHIN * alternatives.fastest_s)
+            worst = max(worst, LEAST_MEMORY_MAX_SLOWDOWN * alternatives.fastest_s)
         block = order[start : start + size]
         block = np.sort(block[bound[block] <= worst])
         if not len(block):

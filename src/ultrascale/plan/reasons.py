@@ -52,14 +52,14 @@ def with_batch(job: Job, layout: Layout, **fields: Any) -> Layout | None:
         if job.sequences % (values["dp"] * values["mbs"]):
             return None
         values["gas"] = job.sequences // (values["dp"] * values["mbs"])
-    values.update({name: value for name, value in _following(job, values) if name not in fields})
+    values.update({name: value for name, value in _dependent_changes(job, values) if name not in fields})
     try:
         return layout.changed(**values)
     except SpecError:
         return None
 
 
-def _following(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _dependent_changes(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What has to follow a change so that the layout stays legal; never what was asked for itself."""
     pp, loops = values["pp"], values["virtual_stages"]
     if pp == 1 or legal(values["schedule"], pp, values["gas"], loops) is not None or pp * loops > job.model.layers:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.estimate import DraftEstimate, StageFill, add_times, full_estimate, memory_drafts, memory_limit_gib
+from ultrascale.cost.estimate import DraftEstimate, MemoryDraft, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
@@ -25,9 +25,9 @@ from ultrascale.specs.units import GIB
 # than that are kept for those that the exact memory count then puts just over the edge.
 SIMULATED_AT_LEAST = 24
 KEPT_AT_LEAST = 240
-MOST = 1000  # every plan shown is simulated and described: some milliseconds each
-VARIANTS = 3  # of one layout, with other virtual stages
-SAME = 1e-9  # layouts that differ in recomputation and by less in time are one
+MAX_PLANS = 1000  # every plan shown is simulated and described: some milliseconds each
+MAX_VARIANTS = 3  # of one layout, with other virtual stages
+SAME_TIME_TOLERANCE = 1e-9  # layouts that differ in recomputation and by less in time are one
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Result:
     seconds: float
     notes: tuple[str, ...] = ()
     no_fit: advice.NoFit | None = None
-    variants: tuple[tuple[Variant, ...], ...] = ()
+    variants: tuple[tuple[VirtualStageVariant, ...], ...] = ()
     """for each plan, the same with other virtual stages"""
     alternatives: tuple[Alternative, ...] = ()
 
 
-class Variant(NamedTuple):
+class VirtualStageVariant(NamedTuple):
     layout: Layout
     step_time_s: float
     peak_gib: float
@@ -90,8 +90,8 @@ def plan(
     """
     if objective not in OBJECTIVES:
         raise SpecError(f"objective is '{objective}': {nearest(str(objective), OBJECTIVES)} (one of {', '.join(OBJECTIVES)})")
-    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST:
-        raise SpecError(f"top is {top!r} but must be a whole number from 1 to {MOST}, such as 10")
+    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MAX_PLANS:
+        raise SpecError(f"top is {top!r} but must be a whole number from 1 to {MAX_PLANS}, such as 10")
     started = time.perf_counter()
     constraints = LayoutConstraints.parse(fix, forbid)
     say = progress or (lambda _: None)
@@ -127,7 +127,9 @@ def plan(
     simulated.sort(key=lambda draft: _score(draft, objective))
     rows = _rows(simulated)[:top]
     plans = [_planned(row[0]) for row in rows]
-    variants = tuple(tuple(Variant(one.view.layout, one.step_time_s, one.peak_gib) for one in row[1:]) for row in rows)
+    variants = tuple(
+        tuple(VirtualStageVariant(one.view.layout, one.step_time_s, one.peak_gib) for one in row[1:]) for row in rows
+    )
     notes += [*advice.batch_notes(job, plans[0].layout), *advice.smaller_cluster_notes(job, plans)]
     others: tuple[Alternative, ...] = ()
     if explain:
@@ -163,7 +165,7 @@ def _alternatives(
     drafts = {draft.view.layout: draft for draft in add_times(fitting)} if fitting else {}
     kinds: dict[Layout, list[str]] = {}
     for kind, some in candidates.items():
-        longest_s = alternatives.WITHIN.get(kind, math.inf) * best.estimate.step_time_s
+        longest_s = alternatives.MAX_SLOWDOWN.get(kind, math.inf) * best.estimate.step_time_s
         enough = [layout for layout in some if layout in drafts and drafts[layout].step_time_s <= longest_s]
         if kind == alternatives.LEAST_MEMORY:
             enough.sort(key=lambda layout: drafts[layout].peak_gib)
@@ -218,9 +220,9 @@ def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib:
     """The first that fit by the exact count, at least `top` that differ in more than virtual stages, all in one simulation;
     those that do not fit, if none does.
     """
-    candidates = _few_variants(best)
-    fitting: list[StageFill] = []
-    over: list[StageFill] = []
+    candidates = _limit_variants(best)
+    fitting: list[MemoryDraft] = []
+    over: list[MemoryDraft] = []
     while candidates:
         rows = len({_row_key(one.view.job, one.view.layout) for one in fitting})
         count = max(top - rows, SIMULATED_AT_LEAST - len(fitting))
@@ -237,8 +239,8 @@ def _row_key(job: Job, layout: Layout) -> tuple[object, ...]:
     return (job.cluster.gpus, *(value for name, value in layout if name != "virtual_stages"))
 
 
-def _few_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Job, Layout]]:
-    """In their order, without more than `VARIANTS` that differ in virtual stages alone, and without those in which another
+def _limit_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Job, Layout]]:
+    """In their order, without more than `MAX_VARIANTS` that differ in virtual stages alone, and without those in which another
     recomputation changes nothing: fused blocks keep nothing that `selective` would drop.
     """
     number: Counter[tuple[object, ...]] = Counter()
@@ -247,11 +249,11 @@ def _few_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Jo
     for score, ranked, row in best:
         job, layout = ranked.job, ranked.rows.layout(row)
         key, alike = _row_key(job, layout), layout.model_copy(update={"recompute": "none"})
-        if alike in times and math.isclose(times[alike], score, rel_tol=SAME):
+        if alike in times and math.isclose(times[alike], score, rel_tol=SAME_TIME_TOLERANCE):
             continue
         times[alike] = score
         number[key] += 1
-        if number[key] <= VARIANTS:
+        if number[key] <= MAX_VARIANTS:
             kept.append((job, layout))
     return kept
 
@@ -264,9 +266,9 @@ def _rows(simulated: list[DraftEstimate]) -> list[list[DraftEstimate]]:
     return list(rows.values())
 
 
-def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[StageFill]:
+def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[MemoryDraft]:
     """In the order given; those of one cluster together."""
-    found: dict[int, StageFill] = {}
+    found: dict[int, MemoryDraft] = {}
     for job in {id(job): job for job, _ in layouts}.values():
         numbers = [number for number, (one, _) in enumerate(layouts) if one is job]
         found.update(zip(numbers, memory_drafts(job, [layouts[number][1] for number in numbers]), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
-from ultrascale.cost.table import LayoutTable
+from ultrascale.cost.table import SearchTable
 from ultrascale.plan.candidates import USUAL_VALUES, LayoutConstraints, cores
 from ultrascale.plan.search import best_plan
 from ultrascale.specs.cluster import Cluster
@@ -23,10 +23,11 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
-Say = Callable[[str], None]
-LARGE = 256  # GPUs; a search over more takes seconds, and these figures make many
-SLOWEST = 4.0  # times the fastest: slower layouts of a large cluster are not on its front
-SEQUENCES = 4  # a GPU, in scaling curves: enough to fill a pipeline, few enough to show what communication costs
+Progress = Callable[[str], None]
+LARGE_CLUSTER_GPUS = 256  # a search over more takes seconds, and these figures make many
+MAX_FRONT = 40  # layouts of a Pareto front
+MAX_SLOWDOWN = 4.0  # times the fastest: slower layouts of a large cluster are not on its front
+SEQUENCES_PER_GPU = 4  # in scaling curves: enough to fill a pipeline, few enough to show what communication costs
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def heat_map(
     nodes: Sequence[int],
     seq: int,
     batch_tokens: int,
-    say: Say = lambda _: None,
+    say: Progress = lambda _: None,
     **job: Any,
 ) -> tuple[HeatmapCell, ...]:
     """Every model on every number of the cluster's nodes, one batch for all, as in the playbook's chart.
@@ -70,10 +71,10 @@ def heat_map(
 
 def searched(gpus: int) -> LayoutConstraints:
     """What a search of these figures tries: every value, or on a large cluster the usual ones."""
-    return LayoutConstraints(tried=USUAL_VALUES if gpus > LARGE else {})
+    return LayoutConstraints(tried=USUAL_VALUES if gpus > LARGE_CLUSTER_GPUS else {})
 
 
-def heat_map_around(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, ...]:
+def heat_map_around(job: Job, say: Progress = lambda _: None) -> tuple[HeatmapCell, ...]:
     """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
     nodes to four times as many; without the sizes in between on a large cluster."""
     own, here = job.model, job.cluster.nodes
@@ -81,7 +82,7 @@ def heat_map_around(job: Job, say: Say = lambda _: None) -> tuple[HeatmapCell, .
     others = sorted(alike, key=lambda model: model.parameters)
     smaller = [model for model in others if 2 * model.parameters <= own.parameters][-1:]
     larger = [model for model in others if model.parameters >= 2 * own.parameters][:1]
-    factors = (1 / 4, 1, 4) if job.cluster.gpus > LARGE else (1 / 4, 1 / 2, 1, 2, 4)
+    factors = (1 / 4, 1, 4) if job.cluster.gpus > LARGE_CLUSTER_GPUS else (1 / 4, 1 / 2, 1, 2, 4)
     nodes = sorted({max(1, int(factor * here)) for factor in factors})
     rest = {name: value for name, value in job if name not in ("model", "cluster", "seq", "batch_tokens")}
     return heat_map([*smaller, own, *larger], job.cluster, nodes, job.seq, job.batch_tokens, say, **rest)
@@ -115,7 +116,7 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint,
             values = fields(gpus)
             if gpus == 1:
                 values = {}
-            layout = Layout(mbs=1, recompute=recompute, gas=SEQUENCES * gpus // values.get("dp", 1), **values)
+            layout = Layout(mbs=1, recompute=recompute, gas=SEQUENCES_PER_GPU * gpus // values.get("dp", 1), **values)
             grown = job.changed(cluster=job.cluster.resized(gpus), batch_tokens=layout.batch_tokens(job.seq))
             legal = problem(grown, layout) is None
             points.append(ScalingPoint(name, gpus, estimate(grown, layout) if legal else None))
@@ -123,18 +124,17 @@ def scaling(job: Job, most: int, recompute: str = "none") -> tuple[ScalingPoint,
     return tuple(points)
 
 
-def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: int = 40) -> tuple[tuple[Layout, Estimate], ...]:
+def front(job: Job) -> tuple[tuple[Layout, Estimate], ...]:
     """Layouts that no other beats in both step time and peak memory, fastest first, of all that fit.
 
     On a large cluster: of the usual values of each field, and not much slower than the fastest.
     """
-    large = job.cluster.gpus > LARGE
-    constraints = replace(LayoutConstraints.parse(fix, forbid), tried=searched(job.cluster.gpus).tried)
+    large = job.cluster.gpus > LARGE_CLUSTER_GPUS
     machine, capacity = ClusterRates(job), job.cluster.gpu.memory_gib * GIB
     found: list[tuple[float, float, Layout]] = []
-    for group in cores(job, constraints):
-        longest_s = SLOWEST * min(step_s for step_s, _, _ in found) if large and found else np.inf
-        table = LayoutTable(job, group.columns, group.variants, machine)
+    for group in cores(job, searched(job.cluster.gpus)):
+        longest_s = MAX_SLOWDOWN * min(step_s for step_s, _, _ in found) if large and found else np.inf
+        table = SearchTable(job, group.columns, group.variants, machine)
         cells = table.evaluate(np.arange(len(group.columns)), capacity, longest_s)
         finite = np.flatnonzero(np.isfinite(cells.step_s))
         if not len(finite):
@@ -148,7 +148,7 @@ def front(job: Job, fix: Sequence[str] = (), forbid: Sequence[str] = (), most: i
     if not found:
         return ()
     best = _undominated(np.asarray([one[0] for one in found]), np.asarray([one[1] for one in found]))
-    most = most // 2 if large else most
+    most = MAX_FRONT // 2 if large else MAX_FRONT
     selected = best if len(best) <= most else best[np.linspace(0, len(best) - 1, most).round().astype(int)]
     exact = [(found[i][2], estimate(job, found[i][2])) for i in selected]
     order = _undominated(np.asarray([e.step_time_s for _, e in exact]), np.asarray([e.peak_gib for _, e in exact]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import estimate
@@ -32,7 +32,6 @@ JOB_FIELDS = (
     "gpu",
     "network_gb_s",
 )
-Axis = Literal["mbs", "seq", "model"]
 AXES: tuple[str, ...] = ("mbs", "seq", "model")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from ultrascale.specs.files import to_yaml
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, gib, seconds
 
-Say = Callable[[str], None]
 MOST_GPUS = 1024  # of the scaling curves
 
 
-def plan_page(plan: Plan, name: str, say: Say = lambda _: None) -> str:
+def plan_page(plan: Plan, name: str, say: survey.Progress = lambda _: None) -> str:
     check(plan.job, plan.layout)  # the file may have been edited
     sections = list(plan_sections(plan, say))
     title = f"{plan.job.model.name} on {plan.job.cluster.label}"
@@ -34,7 +33,7 @@ def footer(name: str) -> str:
     return f"Written by ultrascale {__version__} from {Path(name).name}. Predictions unless said otherwise; 1 GiB = 2^30 bytes."
 
 
-def plan_sections(plan: Plan, say: Say) -> Iterator[Section]:
+def plan_sections(plan: Plan, say: survey.Progress) -> Iterator[Section]:
     found = plan.estimate
     yield Section("Answer", (tiles(list(headline(plan))), words(verdict(plan)), bullets(plan.reasons)))
     yield Section(
@@ -116,11 +115,11 @@ def _others(plan: Plan) -> Iterator[str]:
     job, most = plan.job, min(MOST_GPUS, max(16, plan.job.cluster.gpus))
     if job.cluster.gpus > 1:
         points = [one for one in survey.scaling(job, most, plan.layout.recompute) if one.estimate is not None]
-        title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens per GPU"
+        title = f"Each technique alone, {survey.SEQUENCES_PER_GPU} sequences of {job.seq:,} tokens per GPU"
         yield chart(search_figures.scaling(points, job.cluster, title), "scaling")
 
 
-def _sizes(plan: Plan, say: Say) -> Iterator[str]:
+def _sizes(plan: Plan, say: survey.Progress) -> Iterator[str]:
     job = plan.job
     cells = list(survey.heat_map_around(job, lambda cell: say(f"searching the best layout of {cell}")))
     for place, cell in enumerate(cells):
@@ -128,8 +127,8 @@ def _sizes(plan: Plan, say: Say) -> Iterator[str]:
         if own and (cell.estimate is None or plan.estimate.step_time_s < cell.estimate.step_time_s) and plan.estimate.fits:
             cells[place] = replace(cell, layout=plan.layout, estimate=plan.estimate)
     yield chart(search_figures.heat_map(cells, job.cluster.gpu.name), "heat-map")
-    if job.cluster.gpus > survey.LARGE:
-        yield words(f"On more than {survey.LARGE} GPUs the front and this map try {usual_values()}.")
+    if job.cluster.gpus > survey.LARGE_CLUSTER_GPUS:
+        yield words(f"On more than {survey.LARGE_CLUSTER_GPUS} GPUs the front and this map try {usual_values()}.")
 
 
 def usual_values() -> str:

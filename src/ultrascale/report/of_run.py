@@ -13,7 +13,8 @@ from ultrascale.figures import runs as run_figures
 from ultrascale.measure import compare, trace_analysis
 from ultrascale.measure import trace_rank as trace
 from ultrascale.measure.trace_steps import step_intervals
-from ultrascale.report.of_plan import Say, footer, plan_sections
+from ultrascale.plan.survey import Progress
+from ultrascale.report.of_plan import footer, plan_sections
 from ultrascale.report.page import Section, bullets, chart, details, page, table, tiles, words
 from ultrascale.show.compare import rows as compared
 from ultrascale.show.plan import job_line
@@ -25,12 +26,12 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
 from ultrascale.specs.validate import shown
 
-LARGEST = 256 * 2**20  # bytes of metrics: a million steps
+MAX_METRICS_BYTES = 256 * 2**20  # a million steps
 DRAWN = ("loss", "eval_loss", "tokens_per_s_per_gpu")
-SHOWN = 100_000  # bytes of env.json
+MAX_ENVIRONMENT_BYTES = 100_000  # of env.json
 
 
-def run_page(folder: Path, say: Say = lambda _: None) -> str:
+def run_page(folder: Path, say: Progress = lambda _: None) -> str:
     plan = _plan(folder)
     rows = metrics(folder / METRICS)
     sections = list(_run_sections(folder, plan, rows))
@@ -50,7 +51,7 @@ def metrics(file: Path) -> list[dict[str, Any]]:
     """The metrics of a run by step; an unfinished last line of a live run is left out."""
     if not os.path.lexists(file):
         return []
-    lines = read_named(file, str(file), "expected the metrics of a run, a JSON object a line", LARGEST).splitlines()
+    lines = read_named(file, str(file), "expected the metrics of a run, a JSON object a line", MAX_METRICS_BYTES).splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -110,7 +111,7 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
 def _start_of(file: Path) -> str:
     try:
         with open_regular(file) as opened:
-            return opened.read(SHOWN).decode(errors="replace")
+            return opened.read(MAX_ENVIRONMENT_BYTES).decode(errors="replace")
     except OSError as error:
         raise SpecError(f"{file} {reason_of(error)}: expected what `ultrascale train` writes of its machine") from None
 

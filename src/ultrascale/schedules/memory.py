@@ -30,49 +30,49 @@ class InFlightCounts:
     """its place in KINDS, −1 where there is no action"""
 
     @cached_property
-    def own(self) -> NDArray[np.bool_]:
+    def own_stage(self) -> NDArray[np.bool_]:
         """Which of the rank's stages the action is of."""
         # Looped or folded, a rank's stages rise in the order in which a micro-batch passes them, one in every `ranks`.
         return np.asarray((self.stage // len(self.stage))[..., None] == np.arange(self.waiting.shape[2]))
 
     @cached_property
-    def of(self) -> dict[ActionKind, NDArray[np.bool_]]:
+    def by_kind(self) -> dict[ActionKind, NDArray[np.bool_]]:
         """Which actions are of each kind."""
         return {kind: np.asarray(self.kind == KINDS.index(kind)) for kind in ActionKind}
 
     @cached_property
-    def ends(self) -> NDArray[np.bool_]:
+    def ends_backward(self) -> NDArray[np.bool_]:
         """Ends a backward, of each of the rank's stages."""
-        return self.own & (self.of[ActionKind.B] | self.of[ActionKind.W])[..., None]
+        return self.own_stage & (self.by_kind[ActionKind.B] | self.by_kind[ActionKind.W])[..., None]
 
     @cached_property
-    def ended(self) -> NDArray[np.int64]:
+    def backwards_done(self) -> NDArray[np.int64]:
         """Backwards that ended before, of each of the rank's stages."""
-        return np.asarray(np.cumsum(self.ends, axis=1) - self.ends)
+        return np.asarray(np.cumsum(self.ends_backward, axis=1) - self.ends_backward)
 
     @cached_property
-    def begun(self) -> NDArray[np.bool_]:
+    def after_first_backward(self) -> NDArray[np.bool_]:
         """The action's own stage has finished a backward before."""
-        return np.asarray((self.own & (self.ended > 0)).any(axis=2))
+        return np.asarray((self.own_stage & (self.backwards_done > 0)).any(axis=2))
 
     @cached_property
-    def over(self) -> NDArray[np.bool_]:
+    def after_last_backward(self) -> NDArray[np.bool_]:
         """Each of the rank's stages has finished its last backward before."""
-        return np.asarray(self.ended >= self.ends.sum(axis=1, keepdims=True))
+        return np.asarray(self.backwards_done >= self.ends_backward.sum(axis=1, keepdims=True))
 
     @cached_property
-    def backward_again(self) -> NDArray[np.bool_]:
+    def consecutive_backwards(self) -> NDArray[np.bool_]:
         """Backwards that follow on another one of the same stage, its weights' turns left aside."""
-        return self._follows(ActionKind.W) & (self.of[ActionKind.B] | self.of[ActionKind.I])
+        return self._follows(ActionKind.W) & (self.by_kind[ActionKind.B] | self.by_kind[ActionKind.I])
 
     @cached_property
-    def inputs_again(self) -> NDArray[np.bool_]:
+    def consecutive_input_grads(self) -> NDArray[np.bool_]:
         """Input gradients after which no weights' turn came yet before the stage's next."""
-        return self._follows(ActionKind.F) & self.of[ActionKind.I]
+        return self._follows(ActionKind.F) & self.by_kind[ActionKind.I]
 
     def _follows(self, left_aside: ActionKind) -> NDArray[np.bool_]:
         """Actions that follow on one of their own kind and stage, those of one kind left aside."""
-        included = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own
+        included = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own_stage
         places = np.where(included, np.arange(self.kind.shape[1])[:, None], -1)
         last = np.maximum.accumulate(places, axis=1)
         before = np.concatenate((np.full_like(last[:, :1], -1), last[:, :-1]), axis=1)
@@ -91,7 +91,7 @@ def counts(name: str, ranks: int, microbatches: int, virtual_stages: int) -> InF
     stage = np.zeros((ranks, longest), dtype=np.int64)
     stage[arrays.rank, position] = arrays.stage
     nothing = np.zeros((ranks, longest, virtual_stages))
-    own = InFlightCounts(nothing, nothing, stage, kind).own
+    own = InFlightCounts(nothing, nothing, stage, kind).own_stage
     forward, backward, inputs, weights = (own & (kind == KINDS.index(one))[..., None] for one in ActionKind)
     waiting = np.cumsum(forward * 1.0 - backward - inputs, axis=1)
     # A weight gradient lets go when it ends, not when it starts.

@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 # Three places in nobody's list: an input that is there from the beginning, the end of a list, an input that never comes.
 GIVEN, END, ABSENT = 0, 1, 2
-FIRST = 3
-TURNS = 16  # between two looks for ranks that have finished
+FIRST_ACTION = 3
+ROUNDS_PER_CHECK = 16  # between two looks for ranks that have finished
 
 
 class DeadlockError(RuntimeError):
@@ -110,13 +110,14 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
     waits = _dependencies(arrays)
     took, after = _durations(waits, times)
     try:
-        ends, _ = _run(waits.source, took, after, waits.first + FIRST, np.full(schedule.ranks, times.send_s))
+        ends, _ = _run(waits.source, took, after, waits.first + FIRST_ACTION, np.full(schedule.ranks, times.send_s))
     except DeadlockError as error:
         at = [
-            f"rank {rank} at {_action_at(schedule, rank, place - FIRST - waits.first[rank])}" for rank, place in error.waiting
+            f"rank {rank} at {_action_at(schedule, rank, place - FIRST_ACTION - waits.first[rank])}"
+            for rank, place in error.waiting
         ]
         raise DeadlockError(f"{schedule.name}: the lists wait for each other: " + ", ".join(at)) from None
-    places = iter((waits.place + FIRST).tolist())
+    places = iter((waits.place + FIRST_ACTION).tolist())
     duration = {kind: times.of(kind) for kind in ActionKind}
     events, busy_s, free_s = [], [], []
     for rank, actions in enumerate(schedule.actions):
@@ -169,7 +170,7 @@ def _dependencies(arrays: ActionArrays) -> _Dependencies:
     place = own + arrays.paired[waits]
     ends = np.searchsorted(rank, np.arange(arrays.ranks), side="right") + np.arange(arrays.ranks)
     forward = 1 * (kind == KINDS.index(ActionKind.F))
-    results = np.full((2, arrays.stages, arrays.microbatches), ABSENT - FIRST)
+    results = np.full((2, arrays.stages, arrays.microbatches), ABSENT - FIRST_ACTION)
     results[forward, stage, microbatch] = place
     holder = np.full(arrays.stages, -1)
     holder[stage] = rank
@@ -179,7 +180,7 @@ def _dependencies(arrays: ActionArrays) -> _Dependencies:
     source = np.full(len(kind) + arrays.ranks, GIVEN)
     # What the rank itself makes, it must have made earlier: then there is nothing to wait for.
     earlier = (holder[before[needs]] == rank[needs]) & (needed >= 0) & (needed < own[needs])
-    source[own[needs]] = np.where(earlier, GIVEN, FIRST + needed)
+    source[own[needs]] = np.where(earlier, GIVEN, FIRST_ACTION + needed)
     source[own[(forward == 0) & (results[1, stage, microbatch] >= own)]] = ABSENT  # a backward before its forward
     source[ends] = END
     duration = arrays.kind * arrays.stages + arrays.stage
@@ -199,7 +200,7 @@ def _durations(waits: _Dependencies, times: StageTimes) -> tuple[Floats, Floats]
     each, size = times.by_kind, len(waits.source)
 
     def summed(place: Ints, duration: Ints) -> Floats:
-        return np.bincount(place + FIRST, each[duration], size).astype(np.float64)
+        return np.bincount(place + FIRST_ACTION, each[duration], size).astype(np.float64)
 
     return summed(waits.place, waits.duration), summed(waits.weights_after, waits.weights_duration)
 
@@ -212,7 +213,7 @@ def _run(source: Ints, took: Floats, after: Floats, begin: Ints, hop: Floats) ->
     rank, at = np.arange(len(begin)), begin
     while len(rank):
         stood = at
-        for _ in range(TURNS):
+        for _ in range(ROUNDS_PER_CHECK):
             ready = result.take(source.take(at)) + hop
             end = np.maximum(free, ready) + took.take(at)
             result[at] = end
@@ -235,10 +236,10 @@ def makespans(pipelines: Sequence[TimedSchedule]) -> list[float]:
     all_waits = [_dependencies_of(*pipeline[:-1]) for pipeline in pipelines]
     shifts = np.cumsum([0, *(len(waits.source) for waits in all_waits)]).tolist()
     sources = [
-        np.where(waits.source >= FIRST, waits.source + shift, waits.source)
+        np.where(waits.source >= FIRST_ACTION, waits.source + shift, waits.source)
         for waits, shift in zip(all_waits, shifts, strict=False)
     ]
-    begins = [waits.first + FIRST + shift for waits, shift in zip(all_waits, shifts, strict=False)]
+    begins = [waits.first + FIRST_ACTION + shift for waits, shift in zip(all_waits, shifts, strict=False)]
     durations = [_durations(waits, one.times) for waits, one in zip(all_waits, pipelines, strict=True)]
     took, after = (np.concatenate(parts) for parts in zip(*durations, strict=True))
     ranks = [pipeline.ranks for pipeline in pipelines]

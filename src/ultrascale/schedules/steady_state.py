@@ -8,7 +8,7 @@ from statistics import median
 
 from ultrascale.schedules.simulate import Event, Timeline
 
-FEWEST = 3  # periods that are worth a mark in a figure
+MIN_PERIODS = 3  # periods that are worth a mark in a figure
 TOLERANCE = 1e-6  # of a period: rounding of sums of seconds
 
 
@@ -83,7 +83,7 @@ def _steady(run: list[tuple[float, float]], microbatches: int) -> RepeatedPeriod
     while first > 0 and actions[first - 1] == actions[whole - 1]:
         first -= 1
     count = whole - first - 1
-    if count < FEWEST:
+    if count < MIN_PERIODS:
         return None
     start = begin + (first + 1 - TOLERANCE) * period  # before the action that begins with the period
     return RepeatedPeriods(start, start + count * period, count, microbatches)

@@ -17,7 +17,7 @@ from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.scores import ErrorSummary, ScoredRun
 from ultrascale.plan.reasons import CAUSE_WORDS
 from ultrascale.show.explain import memory_table, time_table
-from ultrascale.show.lines import NARROW, bullets, heading, picked, table
+from ultrascale.show.lines import NARROW, attributes, bullets, heading, table
 from ultrascale.specs.units import count, seconds
 
 GROUPS = {
@@ -77,7 +77,7 @@ def as_json(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
                 **_row_json(one),
                 "predicted_iter_time_s": one.iter_time_s,
                 "predicted_peak_mem_gib": one.peak_mem_gib,
-                **picked(one, "fits", "ratio"),
+                **attributes(one, "fits", "ratio"),
             }
             for one in scored
         ],
@@ -185,7 +185,7 @@ def row_json(one: ScoredRun) -> dict[str, Any]:
 
 def _row_json(one: ScoredRun) -> dict[str, Any]:
     return {
-        **picked(one.run, "id", "assumptions"),
+        **attributes(one.run, "id", "assumptions"),
         "reason": one.reason,
         "measured_tokens_per_s_per_gpu": one.measured,
         "predicted_tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultrascale.cost.hardware import UNMEASURED_MATMUL, sustained
-from ultrascale.show.lines import bullets, heading, labelled, picked, table, terminal
+from ultrascale.show.lines import attributes, bullets, heading, labelled, table, terminal
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.units import seconds
 
@@ -89,7 +89,7 @@ def _size(value: int) -> str:
 
 
 def collectives_json(report: CollectivesReport) -> dict[str, Any]:
-    points = [{**vars(point), **picked(point, "algorithm_gb_s", "bus_gb_s")} for point in report.points]
+    points = [{**vars(point), **attributes(point, "algorithm_gb_s", "bus_gb_s")} for point in report.points]
     return {"where": report.where, "points": points, "fits": report.fits, "missing": report.missing}
 
 
@@ -278,9 +278,9 @@ def _trial_json(row: TrialRow) -> dict[str, Any]:
     from ultrascale.measure.bench_trial import tensors_gib
 
     e = row.candidate.predicted
-    figures = e and {**picked(e, "tokens_per_s", "step_time_s"), "tensors_gib": tensors_gib(e)}
+    figures = e and {**attributes(e, "tokens_per_s", "step_time_s"), "tensors_gib": tensors_gib(e)}
     return {
-        **picked(row.candidate, "name", "layout"),
+        **attributes(row.candidate, "name", "layout"),
         "predicted": figures,
         "trial": None if row.record.number < 0 else row.record,
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ultrascale.measure.compare import ComparedTerm, Comparison, terms
-from ultrascale.show.lines import bullets, labelled, notes, picked, table
+from ultrascale.show.lines import attributes, bullets, labelled, notes, table
 from ultrascale.specs.units import byte_size, seconds
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def show_measured(console: Console, run: Run) -> None:
 def run_json(run: Run) -> dict[str, Any]:
     outcome = run.outcome
     return {
-        **picked(run, "folder", "predicted"),
+        **attributes(run, "folder", "predicted"),
         "layout": run.request.layout,
-        **picked(outcome, "step", "stopped", "measured"),
+        **attributes(outcome, "step", "stopped", "measured"),
         "checkpoint": outcome.kept,
     }

@@ -153,14 +153,13 @@ def show_cheatsheet(console: Console, plan: Plan) -> None:
     grid = table("The cheat-sheet with this plan's numbers", *columns, left=columns)
     for row in cheatsheet.strategies(plan):
         ratio = row.overlap
-        printed = "–" if ratio.printed is None else f"{ratio.printed:.3g}"
-        overlap = f"{row.verdict}\n= {ratio.corrected_form}\nprinted: {ratio.printed_form} = {printed}"
+        overlap = f"{row.verdict}\n= {ratio.corrected_form}\nprinted: {ratio.printed_form} = {ratio.printed:.3g}"
         grid.add_row(row.name, row.degree, row.batch, row.memory, row.compute, row.communication, overlap)
         grid.add_section()
     console.print(grid)
     heading(console, "Errors of the printed ratios")
-    slips = {row.overlap.technique: row.overlap.slip for row in cheatsheet.strategies(plan)}
-    bullets(console, [f"{technique}: {slip}" for technique, slip in slips.items()])
+    corrections = {row.overlap.technique: row.overlap.correction for row in cheatsheet.strategies(plan)}
+    bullets(console, [f"{technique}: {correction}" for technique, correction in corrections.items()])
     formulas = table("Formulas", *(names := ("quantity", "form", "value")), left=names)
     for formula in cheatsheet.formulas(plan):
         formulas.add_row(formula.name, formula.form, formula.value)

@@ -12,7 +12,7 @@ from ultrascale.export.header import NOT_EXPRESSIBLE
 from ultrascale.export.read import ImportedPlan
 from ultrascale.export.targets import EngineExport
 from ultrascale.show.explain import show_plan
-from ultrascale.show.lines import bullets, heading, labelled, notes, picked
+from ultrascale.show.lines import attributes, bullets, heading, labelled, notes
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
@@ -70,8 +70,8 @@ def exported_json(exported: EngineExport, written: list[Path]) -> dict[str, Any]
         {
             "engine": check.engine.title,
             "same": check.same,
-            "planned": picked(check.planned, "step_time_s", "peak_gib"),
-            "actual": check.actual and picked(check.actual, "step_time_s", "peak_gib"),
+            "planned": attributes(check.planned, "step_time_s", "peak_gib"),
+            "actual": check.actual and attributes(check.actual, "step_time_s", "peak_gib"),
             "differences": check.differences,
         }
         for check in exported.checks

@@ -146,7 +146,7 @@ def rows_as_lines(grid: Table) -> Table:
     return lines
 
 
-def picked(value: object, *names: str) -> dict[str, Any]:
+def attributes(value: object, *names: str) -> dict[str, Any]:
     """Some attributes of an object, for JSON."""
     return {name: getattr(value, name) for name in names}
 

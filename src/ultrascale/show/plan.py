@@ -11,10 +11,10 @@ from rich.table import Table
 from ultrascale.plan import Result
 from ultrascale.plan.advice import LORA_RANK
 from ultrascale.plan.reasons import MAIN_REASONS
-from ultrascale.plan.search import Variant
-from ultrascale.show.lines import NARROW, bullets, compact, count_of, heading, labelled, notes, picked, table
+from ultrascale.plan.search import VirtualStageVariant
+from ultrascale.show.lines import NARROW, attributes, bullets, compact, count_of, heading, labelled, notes, table
 from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout
+from ultrascale.specs.layout import DEGREES, Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, seconds
 
@@ -108,13 +108,13 @@ def show_costs(console: Console, plan: Plan) -> None:
         console.print(f"Whole training: {long}, {estimate.gpu_hours:,.0f} GPU-hours{price}")
 
 
-def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[Variant, ...], ...] = ()) -> Table:
+def ranking(plans: tuple[Plan, ...], width: int = WIDE, variants: tuple[tuple[VirtualStageVariant, ...], ...] = ()) -> Table:
     """One row per plan, with its other virtual stages; below a width of `WIDE` the layout is one column."""
     wide, narrow = width >= WIDE, width < NARROW
     gpus = ("GPUs",) if len({plan.job.cluster.gpus for plan in plans}) > 1 else ()
     mfu = ("MFU",) if all(knows_peak(plan.job) for plan in plans) else ()
     fit = ("fits",) if all(plan.estimate.range is not None for plan in plans) else ()
-    layout = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "gas", "schedule", "recompute") if wide else ("layout",)
+    layout = (*DEGREES, "zero", "mbs", "gas", "schedule", "recompute") if wide else ("layout",)
     grid = table(
         "Layouts, best first",
         *("#", *gpus, *layout, "step", "tok/s/GPU", *mfu, "peak GiB", *(() if narrow else ("free GiB",)), *fit),
@@ -174,19 +174,19 @@ def as_json(result: Result) -> dict[str, Any]:
     """The output of `plan --json`."""
     no_fit = result.no_fit
     return {
-        **picked(result, "evaluated", "fitting", "seconds", "notes"),
+        **attributes(result, "evaluated", "fitting", "seconds", "notes"),
         "plans": [
             {
                 "gpus": one.job.cluster.gpus,
-                **picked(one, "layout", "estimate", "reasons", "rejected"),
+                **attributes(one, "layout", "estimate", "reasons", "rejected"),
                 "variants": [variant._asdict() for variant in variants],
             }
             for one, variants in zip(result.plans, result.variants, strict=True)
         ],
-        "alternatives": [{"kind": kind, **picked(plan, "layout", "estimate")} for kind, plan in result.alternatives],
+        "alternatives": [{"kind": kind, **attributes(plan, "layout", "estimate")} for kind, plan in result.alternatives],
         "no_fit": no_fit
         and {
-            **picked(no_fit, "layout", "peak_gib", "capacity_gib", "lora_gib"),
-            "changes": [{**picked(one, "text", "layout"), "peak_gib": one.estimate.peak_gib} for one in no_fit.changes],
+            **attributes(no_fit, "layout", "peak_gib", "capacity_gib", "lora_gib"),
+            "changes": [{**attributes(one, "text", "layout"), "peak_gib": one.estimate.peak_gib} for one in no_fit.changes],
         },
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ultrascale.show.lines import NARROW, picked, table
+from ultrascale.show.lines import NARROW, attributes, table
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.model import Model
@@ -102,7 +102,7 @@ def show_one(console: Console, name: str) -> None:
 
 def presets_json(name: str | None) -> dict[str, Any]:
     def with_count(model: Model) -> dict[str, Any]:
-        return {**model.model_dump(mode="json"), **picked(model, "parameters", "active_parameters")}
+        return {**model.model_dump(mode="json"), **attributes(model, "parameters", "active_parameters")}
 
     if name is not None:
         found = _find(name)

@@ -11,7 +11,7 @@ from rich.table import Table
 from ultrascale.measure.trace_analysis import Analysis
 from ultrascale.measure.trace_times import RankTime
 from ultrascale.show.compare import show_terms
-from ultrascale.show.lines import bullets, count_of, heading, notes, picked, table
+from ultrascale.show.lines import attributes, bullets, count_of, heading, notes, table
 from ultrascale.specs.units import seconds
 
 MOST_RANKS = 16  # in the table; all are in the JSON
@@ -64,5 +64,5 @@ def as_json(found: Analysis) -> dict[str, Any]:
             {**vars(one), "actions": [[action._asdict() for action in step] for step in one.actions]} for one in found.ranks
         ],
         "terms": [{**vars(term), "difference": term.difference} for term in found.terms],
-        **picked(found, "bubble", "findings", "notes"),
+        **attributes(found, "bubble", "findings", "notes"),
     }

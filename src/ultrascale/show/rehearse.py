@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.show.lines import count_of, heading, labelled, notes, picked, table
+from ultrascale.show.lines import attributes, count_of, heading, labelled, notes, table
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import byte_size, seconds
 
@@ -113,6 +113,6 @@ def as_json(report: RehearsalReport) -> dict[str, Any]:
         "layout": report.layout,
         "ranks": [{**vars(one), "compared": terms(one)} for one in report.found],
         "predicted": report.predicted,
-        "room": {**vars(room), **picked(room, "needs_gib", "fits")},
+        "room": {**vars(room), **attributes(room, "needs_gib", "fits")},
         "notes": report.notes,
     }

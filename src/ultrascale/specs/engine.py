@@ -12,7 +12,7 @@ from ultrascale.specs.files import package_data
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import FrozenSpec, build
 
-OWN = "ultrascale"
+OWN_ENGINE = "ultrascale"
 
 
 class EngineLimits(FrozenSpec):

@@ -37,3 +37,8 @@ def near(value: int, allowed: list[int]) -> str:
     below = [a for a in allowed if a < value][-1:]
     above = [a for a in allowed if a > value][:1]
     return " or ".join(map(str, below + above)) or "1"
+
+
+def os_reason(error: Exception) -> str:
+    """The operating system's words for an error, to stand in brackets: `no space left on device`."""
+    return (getattr(error, "strerror", None) or str(error)).lower()

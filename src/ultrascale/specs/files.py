@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, Literal
 
 import yaml
 
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
+from ultrascale.specs.folders import open_nonblocking
 from ultrascale.specs.validate import kind_of, shown
 
 Form = Literal["YAML", "JSON"]
@@ -43,17 +44,13 @@ class FileTooLargeError(OSError):
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file to read its bytes. OSError for anything else: a FIFO may block for ever, a device may never end."""
     try:
-        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  (the caller closes it)
+        file = open(path, "rb", opener=open_nonblocking)  # noqa: SIM115  (the caller closes it)
     except ValueError as error:  # a null byte in the name
         raise OSError(errno.EINVAL, str(error)) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file")
     return file
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO that nobody writes to would wait
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
@@ -82,9 +79,9 @@ def read_named(path: Path, what: str, advice: str, most: int = MAX_BYTES) -> str
         raise SpecError(f"{what} {reason_of(error)}: {advice}") from None
 
 
-def read_mapping(path: Path, what: str, most: int = MAX_BYTES) -> dict[str, Any]:
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; SpecError, with the line, when it is not one."""
-    text = read_named(path, f"{what} file {path}", "expected a YAML or JSON file", most)
+    text = read_named(path, f"{what} file {path}", "expected a YAML or JSON file", MAX_BYTES)
     form: Form = "JSON" if path.suffix.lower() == ".json" else "YAML"
     return mapping_of(text, f"{what} file {path}", form)
 
@@ -155,7 +152,7 @@ def reason_of(error: OSError) -> str:
         return "does not exist"
     if isinstance(error, IsADirectoryError):
         return "is a folder"
-    return f"cannot be read ({(error.strerror or str(error)).lower()})"
+    return f"cannot be read ({os_reason(error)})"
 
 
 def write_text(path: Path, text: str, example: str = "plan.yaml") -> None:
@@ -181,7 +178,7 @@ def write_text(path: Path, text: str, example: str = "plan.yaml") -> None:
         os.replace(temporary, target)
         temporary = None
     except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"{path} cannot be written ({reason}): name another file, such as {example}") from None
     finally:
         if temporary is not None:

@@ -13,11 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 
 # What is in a run's folder, by who reads it: planner, trainer, compare, report.
 PLAN, ENVIRONMENT, METRICS, MEASUREMENT = "plan.yaml", "env.json", "metrics.jsonl", "measurement.json"
 CHECKPOINTS, TRACES, REPORT, LOCK = "checkpoints", "traces", "report.html", ".lock"
+MANIFEST = "checkpoint.json"  # of a checkpoint; one without it is not complete
+STEP_FOLDER = re.compile(r"step-(\d{6,})")  # a checkpoint in `checkpoints`
+
+
+def step_folder(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The runs in a folder of runs: those of its folders that have a plan, in no order."""
+    return [one for one in folder.iterdir() if (one / PLAN).is_file()] if folder.is_dir() else []
 
 
 @contextmanager
@@ -61,8 +72,9 @@ def folder_name(name: str) -> str:
     return re.sub(r"[^\w.+=-]", "-", name)[:100].lstrip(".-") or "model"
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # opening a FIFO that nobody reads would wait
+def open_nonblocking(path: str, flags: int) -> int:
+    """An opener for `open`: a FIFO that nobody reads or writes to would block it."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 @contextmanager
@@ -71,9 +83,9 @@ def locked(lock: Path, refusal: str) -> Iterator[None]:
     import fcntl
 
     try:
-        file = open(lock, "w", opener=_without_waiting)  # noqa: SIM115  (closed below)
+        file = open(lock, "w", opener=open_nonblocking)  # noqa: SIM115  (closed below)
     except OSError as error:
-        raise SpecError(f"{lock} cannot be opened ({(error.strerror or str(error)).lower()}): delete it") from None
+        raise SpecError(f"{lock} cannot be opened ({os_reason(error)}): delete it") from None
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: processes forked from this one would keep it
@@ -109,5 +121,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def _unwritable(target: Path, error: Exception) -> SpecError:
-    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    reason = os_reason(error)
     return SpecError(f"{target} cannot be written ({reason}): name another folder, on a disk with room")

@@ -10,6 +10,7 @@ from ultrascale.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from ultrascale.specs.validate import FrozenSpec, build
 from ultrascale.specs.words import field_from_text
 
+DEGREES = ("dp", "tp", "pp", "cp", "ep")  # of parallelism
 DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
 ContextParallel = Literal["allgather", "ring", "zigzag", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
@@ -80,7 +81,7 @@ class Layout(FrozenSpec):
 
     def __str__(self) -> str:
         """The short form used in tables and sentences: only what differs from the defaults that matter."""
-        words = [f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(self, axis) > 1]
+        words = [f"{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
         words = words or ["dp1"]
         words.append(f"zero{self.zero}" + (f"/{self.zero_shards}" if self.zero_shards else ""))
         if self.pp > 1:

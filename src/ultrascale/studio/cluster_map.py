@@ -37,10 +37,6 @@ class AxisGroups:
     sends: str = ""
     """each collective"""
 
-    def members(self, rank: int) -> list[int]:
-        first = rank - rank // self.stride % self.size * self.stride
-        return [first + place * self.stride for place in range(self.size)]
-
 
 def groups_of(layout: Layout) -> dict[str, AxisGroups]:
     """The groups of every axis larger than 1, in the engine's order of ranks."""

@@ -42,7 +42,7 @@ class Explore:
                 self.front.show(search_figures.pareto(front))
             points = await run.io_bound(survey.scaling, job, max(16, min(1024, job.cluster.gpus)))
             if points and not self.frame.closed:
-                title = f"Each technique alone, {survey.SEQUENCES} sequences of {job.seq:,} tokens per GPU"
+                title = f"Each technique alone, {survey.SEQUENCES_PER_GPU} sequences of {job.seq:,} tokens per GPU"
                 self.scaling.show(search_figures.scaling(points, job.cluster, title))
             if not self.frame.closed:
                 self.state.text = f"{job.model.name} on {job.cluster.label}, as asked on the planner's page"

@@ -16,7 +16,7 @@ from ultrascale.measure import compare
 from ultrascale.report.of_run import last_loss, metrics
 from ultrascale.show.compare import rows as compared
 from ultrascale.specs.errors import RunError, SpecError
-from ultrascale.specs.folders import MEASUREMENT, METRICS, PLAN
+from ultrascale.specs.folders import MEASUREMENT, METRICS, run_folders
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
@@ -27,11 +27,7 @@ EVERY_S = 2.0
 def names(folder: Path) -> list[str]:
     """Runs of the folder, newest first; a link that leads out of it is none."""
     inside = folder.resolve()
-    found = [
-        path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and path.resolve().parent == inside and (path / PLAN).is_file()
-    ]
+    found = [run for run in run_folders(folder) if run.resolve().parent == inside]
     found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.name for path in found[:MOST]]
 

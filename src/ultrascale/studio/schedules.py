@@ -17,7 +17,7 @@ from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame
 
 PLAYED_S, TICK_S = 6.0, 0.1
-COMPARED = ("1f1b", "interleaved", "zero-bubble", "zb-v")
+COMPARED = [spec.name for spec in REGISTRY.values() if not spec.holds_all][:4]  # at first
 HEADS = {
     "schedule": "schedule",
     "chunks": "virtual stages",
@@ -65,7 +65,7 @@ class Schedules:
     def __init__(self, ask: PlannerQuery, query: Mapping[str, str]) -> None:
         self.frame = Frame("/schedules", ask)
         asked = [name for name in query.get("schedule", "")[:200].split("|") if name in REGISTRY]
-        self.names = asked or list(COMPARED)
+        self.names = asked or [*COMPARED]
         self.values = {knob.key: knob.read(query.get(knob.key)) for knob in SLIDERS}
         with ui.element("div").classes("us-plan"):
             with ui.element("aside").classes("us-panel"), ui.element("section").classes("us-card"):

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultrascale.specs.checkpointing import Checkpointing
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import read_text, write_text
-from ultrascale.specs.folders import CHECKPOINTS, sync_folder
+from ultrascale.specs.folders import CHECKPOINTS, MANIFEST, STEP_FOLDER, step_folder, sync_folder
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import job_from_mapping, job_to_mapping
@@ -37,10 +37,9 @@ from ultrascale.specs.validate import build
 if TYPE_CHECKING:
     import torch
 
-MANIFEST, LATEST, ROLLBACK = "checkpoint.json", "latest", "rollback.json"
+LATEST, ROLLBACK = "latest", "rollback.json"
 FORMAT = "ultrascale checkpoint 1"
-LARGEST = 2**28  # bytes of checkpoint.json: it lists every part that every rank wrote
-_NAME = re.compile(r"step-(\d{6,})")
+MAX_MANIFEST_BYTES = 2**28  # checkpoint.json lists every part that every rank wrote
 ABANDONED = re.compile(r"abandoned-(\d{3,})")
 Sums = dict[str, list[tuple[int, int, int]]]
 """per file: offset, bytes and CRC-32 of each part in it"""
@@ -146,7 +145,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"checkpoint {folder} is no folder: name one such as runs/first/{CHECKPOINTS}/step-000100")
     path = folder / MANIFEST
     try:
-        text = read_text(path, LARGEST)
+        text = read_text(path, MAX_MANIFEST_BYTES)
     except OSError as error:
         foreign = (folder / ".metadata").exists()
         what = "is of another program" if foreign else "is not a checkpoint"
@@ -184,7 +183,7 @@ def newest(run: Path) -> Path | None:
         return source if (source / MANIFEST).exists() else run / CHECKPOINTS / pending.target
     try:
         named = run / CHECKPOINTS / read_text(run / CHECKPOINTS / LATEST).strip()
-        if _NAME.fullmatch(named.name) and named.parent == run / CHECKPOINTS and (named / MANIFEST).exists():
+        if STEP_FOLDER.fullmatch(named.name) and named.parent == run / CHECKPOINTS and (named / MANIFEST).exists():
             return named
     except (OSError, ValueError):
         pass
@@ -195,7 +194,7 @@ def resolve(path: Path) -> Checkpoint:
     """Opens the newest checkpoint of a run's folder, or the checkpoint at `path`."""
     if not path.exists():
         raise SpecError(f"--resume is {path} but nothing is there: name a run's folder, such as runs/first")
-    return open_checkpoint(path) if (path / MANIFEST).exists() or _NAME.fullmatch(path.name) else latest(path)
+    return open_checkpoint(path) if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name) else latest(path)
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -206,7 +205,7 @@ def run_of(checkpoint: Path) -> Path:
 
 def run_named(path: Path) -> Path:
     """The run's folder for a `--resume` path: the path itself, or the run of that checkpoint, which may no longer exist."""
-    return run_of(path) if _NAME.fullmatch(path.name) else path
+    return run_of(path) if STEP_FOLDER.fullmatch(path.name) else path
 
 
 def complete(run: Path) -> list[Path]:
@@ -217,7 +216,8 @@ def complete(run: Path) -> list[Path]:
 def complete_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted((one for one in folder.iterdir() if _NAME.fullmatch(one.name) and (one / MANIFEST).is_file()), key=step_of)
+    found = [one for one in folder.iterdir() if STEP_FOLDER.fullmatch(one.name) and (one / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
 
 
 def abandoned_in(run: Path) -> list[Path]:
@@ -227,13 +227,13 @@ def abandoned_in(run: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    match = _NAME.fullmatch(folder.name)
+    match = STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
 
 def partial_folder(run: Path, step: int) -> Path:
     """The folder in which a checkpoint is written until it is complete."""
-    return run / CHECKPOINTS / f".step-{step:06d}.partial"
+    return run / CHECKPOINTS / f".{step_folder(step)}.partial"
 
 
 def begin(run: Path) -> None:
@@ -247,7 +247,7 @@ def begin(run: Path) -> None:
 
 def commit(run: Path, state: CheckpointState, sums: Sums, keep: int = 0) -> None:
     """Completes a partial checkpoint, and deletes the lowest steps of the branch beyond `keep` (0: none)."""
-    partial, final = partial_folder(run, state.step), run / CHECKPOINTS / f"step-{state.step:06d}"
+    partial, final = partial_folder(run, state.step), run / CHECKPOINTS / step_folder(state.step)
     data = {"format": FORMAT, **state.model_dump(mode="json"), "job": job_to_mapping(state.job), "files": sums}
     write_text(partial / MANIFEST, json.dumps({**data, "checksum": _checksum(data)}) + "\n")
     sync_folder(partial)
@@ -284,10 +284,10 @@ def write_weights(
         folder.mkdir(parents=True)
         save(pieces, folder, lambda sums: commit(run, state, sums), None)
     except OSError as error:
-        raise SpecError(f"{run} cannot be written ({(error.strerror or str(error)).lower()}): name another folder") from None
+        raise SpecError(f"{run} cannot be written ({os_reason(error)}): name another folder") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return run / CHECKPOINTS / f"step-{0:06d}"
+    return run / CHECKPOINTS / step_folder(0)
 
 
 def _checksum(data: Mapping[str, Any]) -> int:

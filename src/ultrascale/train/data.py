@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens, two_windows
+from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens, checked_windows
 from ultrascale.data.order import MixturePattern, SampleOrder, seed_of
 from ultrascale.specs.layout import Layout
 
@@ -70,13 +70,13 @@ class _MixedSamples:
         alone = len(self.texts) == 1
         shares = {} if held_out is None else {"held_out": held_out}
         self.orders = [
-            SampleOrder(two_windows(text, seq), seed if alone else seed_of(seed, place), **shares)
+            SampleOrder(checked_windows(text, seq), seed if alone else seed_of(seed, place), **shares)
             for place, text in enumerate(self.texts)
         ]
         self.pattern = MixturePattern([weight for _, weight in mixture.parts])
 
     def window(self, sample: int, held_out: bool) -> Window:
-        owner, place = self.pattern.deal(sample)
+        owner, place = self.pattern.locate(sample)
         order = self.orders[owner]
         return self.texts[owner], order.evaluation(place) if held_out else order.train(place)
 

@@ -51,7 +51,7 @@ from ultrascale.specs.files import open_regular, read_bytes
 from ultrascale.train.checkpoint import Sums
 
 INDEX = ".metadata"
-LARGEST = 2**30  # bytes of the index, which is read into memory
+MAX_INDEX_BYTES = 2**30  # of the index, which is read into memory
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class ShardReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = self.folder / INDEX
         try:
-            data = read_bytes(path, LARGEST)
+            data = read_bytes(path, MAX_INDEX_BYTES)
         except OSError as error:
             raise SpecError(f"checkpoint {self.folder} has no readable {INDEX} ({error.strerror}): try another") from None
         self._check(INDEX, 0, data, "its index")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from ultrascale.specs.checkpointing import Checkpointing
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import CHECKPOINTS, ENVIRONMENT, METRICS, sync_folder
 from ultrascale.specs.training import Training
@@ -157,7 +157,7 @@ def finish_rollback(run: Path) -> Path | None:
         (folder / ROLLBACK).unlink()
         sync_folder(folder)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(
             f"the roll-back of {run} to {rollback.target} could not be finished ({reason}): make {folder} writable, with free "
             f"space, and repeat ultrascale train --resume {run}"

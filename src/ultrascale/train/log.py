@@ -249,7 +249,7 @@ class MetricsRecorder:
         per_token = flops.model_flops(job.model, job.seq, causal=True)
         self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
         sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
-        self.log = MetricsLog(out, start if request.goes_on_in(out) else None, sinks) if out else None
+        self.log = MetricsLog(out, start if request.continues_in(out) else None, sinks) if out else None
         self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps)
 
     def record(

@@ -133,7 +133,7 @@ class Optimizer:
         from ultrascale.kernels import adamw_triton
 
         self.updates += 1
-        inputs = adamw_triton.changing(factor, learning_rate, (self.training.beta1, self.training.beta2), self.updates)
+        inputs = adamw_triton.step_inputs(factor, learning_rate, (self.training.beta1, self.training.beta2), self.updates)
         self._step_inputs.copy_(inputs.pin_memory() if self._step_inputs.is_cuda else inputs, non_blocking=True)
         self._fused_step()
 

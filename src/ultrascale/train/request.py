@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +90,11 @@ class Request:
     changed: tuple[str, ...] = ()
     """which of data and seed differ from the resumed run, with --allow-changed"""
 
-    def goes_on_in(self, out: Path) -> bool:
+    def continues_in(self, out: Path) -> bool:
         """Whether this continues the run in that folder, instead of starting a new folder from another run."""
         return self.resume is not None and checkpoint.run_of(self.resume).resolve() == out.resolve()
 
-    def on(self, cluster: Cluster) -> Request:
+    def on_cluster(self, cluster: Cluster) -> Request:
         """The same run on the actual machine; on a CPU nothing is compiled."""
         return replace(self, job=self.job.changed(cluster=cluster, framework=Framework.own(cluster.gpu.name)))
 
@@ -152,7 +151,7 @@ def _new_run(
         shape = source.job.model if model is None and source is not None else Model.load(str(model))
         request = from_model(shape, changes, world, precision="bf16" if gpu else "fp32")
     if source is not None:
-        _same_model(request.job.model, source.job.model, source.folder)
+        _refuse_other_model(request.job.model, source.job.model, source.folder)
         request = replace(request, weights=source.folder)
     return request
 
@@ -175,22 +174,22 @@ def from_checkpoint(
     """
     job, layout = (plan.job, plan.layout) if plan is not None else (source.job, source.layout)
     training, settings = source.training, source.checkpointing
-    _same_model(job.model, source.job.model, source.folder)
+    _refuse_other_model(job.model, source.job.model, source.folder)
     notes: list[str] = []
     if plan is not None:
-        job = _computable(job, changes, gpu, notes)
+        job = _precision_without_gpu(job, changes, gpu, notes)
     if last is not None:
-        notes.extend(_inherited(source, last))
+        notes.extend(_inherited_settings_notes(source, last))
         job, training, settings = job.changed(**last.job), last.training, last.checkpoint
     given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
-    _continues(given, source)
-    notes.extend(_stretched(given.training, source))
+    _refuse_unresumable(given, source)
+    notes.extend(_learning_rate_notes(given.training, source))
     given = replace(given, notes=tuple(notes))
     changed = _changed(given, source, allowed | set(last.changed if last is not None else ()), first, report)
     return replace(given, checkpoint=settings.changed(**changes.checkpoint), resume=source.folder, changed=changed)
 
 
-def _stretched(training: Training, source: Checkpoint) -> Iterator[str]:
+def _learning_rate_notes(training: Training, source: Checkpoint) -> Iterator[str]:
     """A note when another number of steps changes the learning rates that follow."""
     from ultrascale.train.optimizer import learning_rate
 
@@ -203,7 +202,7 @@ def _stretched(training: Training, source: Checkpoint) -> Iterator[str]:
         )
 
 
-def _inherited(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
+def _inherited_settings_notes(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
     """A note about the settings in which the last launch differs from the checkpoint."""
     before = {"train": source.training.model_dump(), "checkpoint": source.checkpointing.model_dump()}
     before["job"] = {name: getattr(source.job, name) for name in last.job}
@@ -221,11 +220,11 @@ def _inherited(source: Checkpoint, last: LastLaunch) -> Iterator[str]:
 def from_plan(plan: Plan, overrides: Overrides, world: int, training: Training | None = None, gpu: bool = True) -> Request:
     """A request from a plan with overrides; dp is adjusted to the number of processes unless it is given."""
     notes: list[str] = []
-    job = _computable(plan.job, overrides, gpu, notes)
+    job = _precision_without_gpu(plan.job, overrides, gpu, notes)
     return _request(job, plan.layout, overrides, world, training or Training(), notes)
 
 
-def _computable(job: Job, overrides: Overrides, gpu: bool, notes: list[str]) -> Job:
+def _precision_without_gpu(job: Job, overrides: Overrides, gpu: bool, notes: list[str]) -> Job:
     if gpu or job.precision == "fp32" or "precision" in overrides.job:
         return job
     notes.append(
@@ -296,7 +295,7 @@ def _processes(layout: Layout, fixed: Mapping[str, Any]) -> int:
     return layout.gpus if layout.gpus % rest == 0 else rest
 
 
-def _same_model(given: Model, kept: Model, folder: Path) -> None:
+def _refuse_other_model(given: Model, kept: Model, folder: Path) -> None:
     for name in Model.model_fields:
         if name not in ("name", "source") and getattr(given, name) != getattr(kept, name):
             raise SpecError(
@@ -349,7 +348,7 @@ def _same_data(given: Request, source: Checkpoint, report: Report | None) -> boo
     return kept is None or kept == corpora.sampled_fingerprint(same, vocab)
 
 
-def _continues(given: Request, source: Checkpoint) -> None:
+def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
     """Refuses changes that a run cannot make when it resumes."""
     before, step = source.job, source.step
     if given.training.steps <= step:
@@ -383,13 +382,13 @@ def _batch(job: Job, layout: Layout, fixed: Mapping[str, Any], base_is_a_try: bo
         gas, rest = divmod(sequences, dp * layout.mbs)
         if "mbs" in fixed:
             return {} if rest else {"gas": gas}
-        return _smaller(layout, sequences) if rest or gas < layout.pp else {"gas": gas}
+        return _smaller_microbatch(layout, sequences) if rest or gas < layout.pp else {"gas": gas}
     if "mbs" not in fixed:
         return {"mbs": sequences // (dp * layout.gas)} if sequences % (dp * layout.gas) == 0 else {}
     return {}
 
 
-def _smaller(layout: Layout, sequences: int) -> dict[str, int]:
+def _smaller_microbatch(layout: Layout, sequences: int) -> dict[str, int]:
     """The largest micro-batch size up to the layout's that divides the batch, with enough micro-batches for the pipeline."""
     per_rank, rest = divmod(sequences, layout.dp)
     sizes = [mbs for mbs in range(min(layout.mbs, per_rank), 0, -1) if per_rank % mbs == 0]
@@ -410,9 +409,9 @@ def _resized(cluster: Cluster, world: int) -> Cluster:
 
 
 def _world_sentence(job: Job, layout: Layout, training: Training, world: int) -> str:
-    found = [str(one) for one in islice(supported.alternatives(job, layout, training), 2)]
+    found = supported.suggestions(job, layout, training)
     here = "one process" if world == 1 else f"{world} processes"
-    hint = f"; with {here} these work: {'; '.join(found)}" if found else ""
+    hint = f"; with {here} these work: {found}" if found else ""
     return (
         f"layout.dp·tp·pp·cp is {layout.dp}·{layout.tp}·{layout.pp}·{layout.cp} = {layout.gpus} but there "
         f"{'is' if world == 1 else 'are'} {here}: start {layout.gpus} with --nproc {layout.gpus} (or torchrun){hint}"

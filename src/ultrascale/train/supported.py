@@ -7,7 +7,7 @@ from itertools import islice, product
 
 from ultrascale.cost import engines, legality
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.engine import OWN
+from ultrascale.specs.engine import OWN_ENGINE
 from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -16,25 +16,23 @@ from ultrascale.specs.training import Training
 
 def check(job: Job, layout: Layout, training: Training) -> None:
     """Raises SpecError with the first problem and, if other layouts work, two of them."""
-    sentence = job_problem(job)
-    if sentence is None and (sentence := layout_problem(job, layout, training)) is not None:
-        found = [str(one) for one in islice(alternatives(job, layout, training), 2)]
-        if found:
-            sentence += f". Layouts of {job.cluster.gpus} processes that work: {'; '.join(found)}"
-    if sentence is not None:
+    if (sentence := job_problem(job)) is not None:
         raise SpecError(sentence)
+    if (sentence := layout_problem(job, layout, training)) is not None:
+        found = suggestions(job, layout, training)
+        raise SpecError(f"{sentence}. Layouts of {job.cluster.gpus} processes that work: {found}" if found else sentence)
 
 
 def job_problem(job: Job) -> str | None:
     """Why the engine cannot run the job under any layout, with what to try; None if it can."""
-    return engines.job_problem(job, OWN)
+    return engines.job_problem(job, OWN_ENGINE)
 
 
 def layout_problem(job: Job, layout: Layout, training: Training) -> str | None:
     """The first reason why the layout cannot run, with what to try; None if it can."""
     return (
         legality.problem(job, layout)
-        or engines.layout_problem(job, layout, OWN)
+        or engines.layout_problem(job, layout, OWN_ENGINE)
         or next(_problems(job, layout, training), None)
     )
 
@@ -95,6 +93,11 @@ def why_not_gathered_in_fp8(job: Job, layout: Layout, training: Training) -> str
     if layout.offload == "parameters":
         return "FSDP2 casts what it brings from the host by itself: try layout.offload=optimizer"
     return None
+
+
+def suggestions(job: Job, layout: Layout, training: Training) -> str:
+    """Two layouts for an error message, empty if none works."""
+    return "; ".join(str(one) for one in islice(alternatives(job, layout, training), 2))
 
 
 def alternatives(job: Job, layout: Layout, training: Training) -> Iterator[Layout]:

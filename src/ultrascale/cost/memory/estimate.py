@@ -309,7 +309,7 @@ def peaks(view: LayoutRows) -> list[Peak]:
     # Beyond four rounds the list only repeats itself, and what is in flight no longer grows (AFAB holds everything).
     enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _steady_state(layout))
     actions = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    points = [point for point in _action_points(view, first, steady, actions) if point.there.any()]
+    points = [point for point in _action_points(view, first, steady, actions) if point.reached.any()]
     others = OtherChunks.of(view, steady, actions) if allocates else None
     totals = np.stack([point.totals(actions, others) for point in points], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
@@ -334,7 +334,7 @@ class _ActionPoint:
     """A point that some actions of the ranks have: ranks × actions."""
 
     name: str
-    there: Array
+    reached: Array
     """which actions have it"""
     in_flight: Array
     """activations in flight meanwhile"""
@@ -346,13 +346,14 @@ class _ActionPoint:
     def totals(self, actions: InFlightCounts, others: OtherChunks | None) -> Array:
         top = self.steady.total[actions.stage]
         if others is not None:
-            top = np.where(actions.begun, top, self.first.total[actions.stage]) + others.gradients + others.buffers
-        return np.where(self.there, self.in_flight + top, -np.inf)
+            top = np.where(actions.after_first_backward, top, self.first.total[actions.stage])
+            top = top + others.gradients + others.buffers
+        return np.where(self.reached, self.in_flight + top, -np.inf)
 
     def peak(self, actions: InFlightCounts, others: OtherChunks | None, rank: int, action: int, chunks: Array) -> Peak:
         at = rank, action
         chunk = actions.stage[at]
-        top = self.steady if others is None or actions.begun[at] else self.first
+        top = self.steady if others is None or actions.after_first_backward[at] else self.first
         in_flight = actions.waiting[at] + actions.deferred[at]
         in_flight[chunks == chunk] += actions.kind[at] == KINDS.index(ActionKind.B)
         return Peak(
@@ -368,9 +369,9 @@ class _ActionPoint:
 def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, actions: InFlightCounts) -> Iterator[_ActionPoint]:
     chunks, at, traced = view.chunks, actions.stage, view.job.framework.exact_memory_trace
     kept, dropped, kept_loss = steady.kept, steady.dropped, steady.kept_loss
-    forward, whole, inputs, weights = (actions.of[kind] for kind in ActionKind)
+    forward, whole, inputs, weights = (actions.by_kind[kind] for kind in ActionKind)
     live = _over_chunks(actions.waiting, (kept + kept_loss)[chunks]) + _over_chunks(actions.deferred, (kept + dropped)[chunks])
-    live = live + np.where(whole, kept[at], 0.0) + _over_chunks(actions.ended >= 2, steady.hsdp_reduced_grads[chunks])
+    live = live + np.where(whole, kept[at], 0.0) + _over_chunks(actions.backwards_done >= 2, steady.hsdp_reduced_grads[chunks])
     # Where experts make the end of a forward the peak, its own loss is yet to come.
     in_forward = live - np.where(forward & traced, kept_loss[at], 0.0)
     yield _ActionPoint("end of a forward", forward, in_forward, steady.forward_end, first.forward_end)
@@ -382,14 +383,14 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
         at_loss = live - np.where(inputs & traced, dropped[at], 0.0)
         # Gradients of head and embedding are never deferred: FSDP holds them until the chunk's reduce-scatter, the next ones
         # beside them.
-        again = actions.inputs_again & _sharded(view.layout)
+        again = actions.consecutive_input_grads & _sharded(view.layout)
         at_loss = at_loss + np.where(again, steady.waiting_head[at], 0.0)
         # A gradient that is reduced in another format than it was made in is live in both.
         both = again | (gradient_bytes(view.job) > compute_bytes(view.job))
         at_embedding = live + steady.embedding[at] + np.where(both, steady.waiting_embedding[at], 0.0)
         yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.weight_grads, first.weight_grads)
     yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
-    yield _ActionPoint("backward of a layer", actions.backward_again, live, steady.backward_start, first.backward_start)
+    yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
     yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)
     yield _ActionPoint("loss of a micro-batch", whole | inputs, at_loss, steady.loss, first.loss)
 
@@ -407,14 +408,15 @@ class OtherChunks:
     @classmethod
     def of(cls, view: LayoutRows, steady: ChunkParts, actions: InFlightCounts) -> OtherChunks:
         chunks, at, scattered = view.chunks, actions.stage, steady.reduce_scatter_input
-        each, begun = view.chunk_gradients(), actions.ended > 0
-        there = _over_chunks(actions.over, each.over[chunks]) + _over_chunks(begun & ~actions.over, each.begun[chunks])
+        each, finished, started = view.chunk_gradients(), actions.after_last_backward, actions.after_first_backward
+        between = (actions.backwards_done > 0) & ~finished
+        gradients = _over_chunks(finished, each.after_last_backward[chunks])
+        gradients += _over_chunks(between, each.after_first_backward[chunks])
         own = steady.state.gradients[at]
         # A chunk's last backward of a step frees its last reduce-scatter input too.
-        held = begun & ~actions.over
-        scattered_there = _over_chunks(held, scattered[chunks]) - np.where(actions.begun, scattered[at], 0.0)
-        scattered_rest = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
-        return cls(there - np.where(actions.begun, own, 0.0), scattered_there - np.where(actions.begun, scattered_rest, 0.0))
+        inputs = _over_chunks(between, scattered[chunks]) - np.where(started, scattered[at], 0.0)
+        other_inputs = scattered[chunks].sum(axis=1)[:, None] - scattered[at]
+        return cls(gradients - np.where(started, own, 0.0), inputs - np.where(started, other_inputs, 0.0))
 
 
 def _over_chunks(count: Array, bytes_: Array) -> Array:
@@ -425,7 +427,8 @@ def _over_chunks(count: Array, bytes_: Array) -> Array:
 def most_gradients(view: LayoutRows, rank: int) -> float:
     """The most that a rank has: ZeRO-1 shards a chunk's after its last backward, perhaps before another's first."""
     layout, each = view.layout, view.chunk_gradients()
-    ends = counts(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).ends[rank]
+    ends = counts(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).ends_backward[rank]
     ended, local = np.cumsum(ends, axis=0), view.chunks[rank]
-    there = np.where(ended >= ends.sum(axis=0), each.over[local], np.where(ended > 0, each.begun[local], 0.0))
+    started = np.where(ended > 0, each.after_first_backward[local], 0.0)
+    there = np.where(ended >= ends.sum(axis=0), each.after_last_backward[local], started)
     return float(there.sum(axis=1).max())

@@ -35,7 +35,7 @@ from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import build
 
 GIGABYTE = 10**9
-LARGEST = 16 * 2**20  # bytes of a CSV: some ten thousand runs
+MAX_CSV_BYTES = 16 * 2**20  # some ten thousand runs
 COLUMNS = (
     "id", "source", "system", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len",
     "gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "ep", "zero_stage", "micro_batch", "grad_accum",
@@ -74,7 +74,7 @@ class MeasuredRun:
 
 def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
     """Every row as a Run, and a line per problem that the file itself has."""
-    text = read_named(path, f"runs file {path}", "name a CSV of measured runs", LARGEST)
+    text = read_named(path, f"runs file {path}", "name a CSV of measured runs", MAX_CSV_BYTES)
     rows = csv.DictReader(text.splitlines())
     try:
         lines = list(rows)

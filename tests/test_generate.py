@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from model.test_hf_folder import CONFIGS, theirs
+from ultrascale.generate import Sampling, TextModel, draw, load, text
 from ultrascale.specs.errors import SpecError
-from ultrascale.train.generate import Sampling, TextModel, draw, load, text
 
 GREEDY = Sampling(temperature=0)
 PROMPT = "w3 w1 w4 w1 w5 w9 w2 w6"

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from ultrascale.convert import ConversionResult, convert
 from ultrascale.model.hf_folder import HFFolder
 from ultrascale.specs import hf
 from ultrascale.specs.errors import SpecError
@@ -19,34 +20,14 @@ from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.model import RopeType
 from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
-from ultrascale.train.convert import ConversionResult, convert
 
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
 CONFIGS = {
-    "qwen2": transformers.Qwen2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        tie_word_embeddings=True,
-    ),
-    "mixtral": transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        num_local_experts=3,
-    ),
+    "qwen2": transformers.Qwen2Config(**SHAPE, intermediate_size=48, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(**SHAPE, intermediate_size=24, num_local_experts=3),
     "yarn-and-exact-gelu": transformers.LlamaConfig(
-        hidden_size=32,
+        **SHAPE,
         intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
         hidden_act="gelu",
         max_position_embeddings=64,
         rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
@@ -190,7 +171,7 @@ def test_unconvertible_inputs_leave_no_files(theirs: Path, tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_reported_before_writing(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ultrascale.train.convert.free_bytes", lambda place: 1000)
+    monkeypatch.setattr("ultrascale.convert.free_bytes", lambda place: 1000)
     with pytest.raises(SpecError, match=r"its disk has 0\.00 GiB free"):
         convert(["hf", str(theirs), str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
@@ -231,14 +212,14 @@ def families_of(text: str) -> set[str]:
 
 def test_help_and_docs_name_the_families_that_are_converted(run: Any) -> None:
     _, help_text, _ = run("convert", "--help")
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     known = {family.replace("_", "") for family in WRITTEN}
     assert families_of(help_text) == known
     assert families_of(page) == known
 
 
 def test_docs_name_the_scalings_and_activations_that_are_computed() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     rows = {row.split("|")[1].strip(): row.split("|")[2] for row in page.splitlines() if row.startswith("| `")}
     scalings = re.findall(r"`([^`]+)`", rows["`rope_scaling` or `rope_parameters`"])
     assert set(scalings) == {"default", *get_args(RopeType)}
