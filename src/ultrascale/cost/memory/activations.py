@@ -187,6 +187,8 @@ class HeadActivations:
     """at the start of backward: those and the gradient of the logits"""
     forward: Array
     """the peak of forward, where that was traced"""
+    backward: Array
+    """when the loss is through and plain operators compute the gradients of head and hidden states; 0 where they are fused"""
 
 
 def head(job: Job, columns: LayoutColumns) -> HeadActivations:
@@ -206,8 +208,10 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }
     # Where the vocabulary is cut or backward is split, a loss that comes with its gradients is not used: plain operators are.
-    saved, peak = by_loss["log-softmax" if job.framework.loss == "at-once" else job.framework.loss]
-    plain = HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)))
+    loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
+    saved, peak = by_loss[loss]
+    backward = norm + b * logits + b * tokens * job.model.hidden if loss == "log-softmax" else np.zeros(len(columns))
+    plain = HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)), backward)
     if job.framework.loss != "at-once":
         return plain
     at_once = (columns.tp == 1) & ~columns.split_backward
@@ -225,4 +229,4 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     peak = saved + b * (tokens * model.hidden + np.maximum(np.minimum(tokens, LOSS_CHUNK) * model.vocab, weight))
     if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
         saved = peak = norm + b * tokens * model.vocab
-    return HeadActivations(saved, peak, peak)
+    return HeadActivations(saved, peak, peak, np.zeros(len(columns)))

@@ -57,6 +57,7 @@ class ChunkEvent(IntEnum):
     FORWARD_END = 0
     LOSS_FORWARD = auto()
     LOSS = auto()
+    HEAD_BACKWARD = auto()
     FINAL_NORM = auto()
     BACKWARD_START = auto()
     """where ZeRO-3 gathers embedding and head again"""
@@ -339,7 +340,7 @@ def chunk_events(chunk: ChunkMemory, gradients: Array) -> LiveMemory:
 def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
     """The peak of head and loss; the final norm in fp32 outweighs few logits."""
     live = chunk_events(chunk, gradients)
-    found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD))
+    found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD), live.at(ChunkEvent.HEAD_BACKWARD))
     return fullest(found, live.at(ChunkEvent.FINAL_NORM)) if chunk.job.model.norm == "rmsnorm" else found
 
 
@@ -394,7 +395,10 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     event, head, columns = ChunkEvent, chunk.share.head, chunk.columns
     normed = 2 * chunk.residual + chunk.norm_workspace(chunk.residual)
     yield activation("head and loss, in forward", head * chunk.head.forward, event.LOSS_FORWARD, event.LOSS)
-    yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.FINAL_NORM)
+    yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.HEAD_BACKWARD)
+    yield activation("gradients of logits and hidden states", head * chunk.head.backward, event.HEAD_BACKWARD, event.FINAL_NORM)
+    fresh = np.where(chunk.head.backward > 0, head * chunk.vocabulary_gradient, 0.0)
+    yield buffer("head's fresh weight gradient", fresh, event.HEAD_BACKWARD, event.FINAL_NORM)
     yield activation("final norm's input, gradient, fp32", head * normed, event.FINAL_NORM, event.BACKWARD_START)
     stays = (columns.zero < 3) | (columns.keep_gathered == 1)  # else that layer is freed already
     gathered = np.where(stays, chunk.last_all_gather, 0.0)
@@ -402,8 +406,8 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     in_backward = head * chunk.sent_gradient
     yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
     at_loss = np.where(columns.tp > 1, in_forward, in_backward)  # over a cut vocabulary the loss peaks in forward
-    yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.FINAL_NORM)
-    yield buffer("gradient sent", in_backward, event.FINAL_NORM, event.BACKWARD_START)
+    yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.HEAD_BACKWARD)
+    yield buffer("gradient sent", in_backward, event.HEAD_BACKWARD, event.BACKWARD_START)
     yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
 
 
