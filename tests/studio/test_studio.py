@@ -312,6 +312,44 @@ def test_a_manual_layout_becomes_a_selected_row(address: str, page: Any) -> None
     page.wait_for_function("!location.search.includes('layout=')")
 
 
+def offered(page: Any, label: str) -> list[str]:
+    """The options of a select of the layout editor, which is left open."""
+    page.locator(f".us-manual .q-field:has([aria-label='{label}']) .q-field__append").click()
+    page.wait_for_selector(".q-menu .q-item")
+    return [text.strip() for text in page.locator(".q-menu .q-item").all_inner_texts()]
+
+
+def test_the_dispatcher_of_experts_is_one_that_the_engine_runs(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=tiny-moe&nodes=1&batch=256k&seq=1k&framework=megatron-core&fix=ep=4,dispatcher=alltoall")
+    assert first_layout(page)["ep"] == "4 alltoall"
+    page.wait_for_selector("#sensitivity .main-svg")
+    assert offered(page, "dispatcher") == ["alltoall", "allgather", "deepep", "hybridep"]
+    page.locator(".q-menu .q-item", has_text="allgather").click()
+    assert first_layout(page, ep="4 allgather")["#"] == "manual"
+    page.wait_for_url("**/*layout=dispatcher%3Dallgather*")
+    page.reload()
+    assert first_layout(page, ep="4 allgather")["#"] == "manual"
+    page.goto(f"{address}/?model=tiny-moe&nodes=1&batch=256k&seq=1k&framework=torchtitan&fix=ep=4")
+    page.wait_for_selector("#sensitivity .main-svg")
+    assert offered(page, "dispatcher") == ["alltoall", "deepep"]
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    page.wait_for_selector("text=/From the GPUs and the batch follow/")
+    assert page.get_by_role("combobox", name="dispatcher").count() == 0
+
+
+def test_back_and_forward_open_the_address_they_lead_to(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first_layout(page)
+    page.get_by_label("Fix, such as tp=8,zero=1").fill("tp=2")
+    first_layout(page, tp="2")
+    page.go_back()
+    assert "fix=" not in page.url
+    first_layout(page, tp="1")
+    assert page.get_by_label("Fix, such as tp=8,zero=1").input_value() == ""
+    page.go_forward()
+    first_layout(page, tp="2")
+
+
 def test_where_nothing_fits_one_click_makes_it_fit(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3-70b&nodes=1")
     page.wait_for_selector("text=Nothing fits")

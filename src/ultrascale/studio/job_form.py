@@ -78,9 +78,9 @@ class JobForm:
         control.on_value_change(moved)
 
     def paste(self) -> None:
-        with ui.dialog() as dialog, ui.card().classes("w-[36rem]"):
+        with ui.dialog() as dialog, ui.card().classes("us-dialog"):
             ui.label("A model file (YAML) or a Hugging Face config.json")
-            text = ui.textarea().props(f'outlined maxlength={LONGEST} aria-label="model"').classes("w-full").mark("shape")
+            text = ui.textarea().props(f'outlined maxlength={LONGEST} aria-label="model"').classes("full-width").mark("shape")
             problem = ui.label("").classes("us-bad")
 
             async def take() -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from nicegui import background_tasks, run, ui
 
 from ultrascale.cost import cheatsheet
+from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import problem
 from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import plan as plan_figures
@@ -82,7 +82,7 @@ class Planner:
             self.layouts = LayoutTable(self.picked)
             self.verdict = ui.label("").classes("q-mt-sm").mark("verdict")
             self.convention = ui.label("").classes("us-soft")
-            with ui.row().classes("q-mt-sm gap-2") as self.downloads:
+            with ui.row().classes("q-mt-sm us-buttons") as self.downloads:
                 ui.button("plan.yaml", on_click=self.save_plan).props("outline dense no-caps")
                 ui.button("report.html", on_click=self.save_report).props("outline dense no-caps")
                 with ui.dropdown_button("export", auto_close=True).props("outline dense no-caps"):
@@ -225,9 +225,9 @@ class Planner:
         self.empty.clear()
         self.empty.set_visibility(True)
         with self.empty:
-            ui.label(title).classes("text-lg font-bold")
+            ui.html(f"<h2>{escape(title)}</h2>", sanitize=False)
             ui.label(text).classes("q-my-sm")
-            with ui.column().classes("gap-2 items-start"):
+            with ui.column().classes("us-buttons"):
                 for label, values in fixes:
                     ui.button(label, on_click=partial(self.fix, values)).props("outline no-caps align=left").classes(
                         "text-left"
