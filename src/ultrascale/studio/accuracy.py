@@ -110,12 +110,12 @@ class Accuracy:
             lines = [
                 (
                     one.run.id,
-                    one.run.source[:60],
                     one.run.gpu,
                     f"{one.measured or 0:,.0f}",
                     f"{one.tokens_per_s_per_gpu or 0:,.0f}",
                     f"{(one.ratio or 1) - 1:+.1%}",
+                    one.run.source,
                 )
                 for one in worst
             ]
-            table(("worst runs", "source", "GPU", "measured tokens/s/GPU", "predicted", "difference"), lines, "worst")
+            table(("worst runs", "GPU", "measured tokens/s/GPU", "predicted", "difference", "source"), lines, "worst")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,7 @@ def _drawn(figure: go.Figure, theme: style.Theme) -> dict[str, Any]:
     return {**style.themed_json(figure, theme), "config": {"responsive": True, "displaylogo": False}}
 
 
+@cache
 def stylesheet() -> str:
     """The colours of both themes, then the rules that use them."""
     shared = {

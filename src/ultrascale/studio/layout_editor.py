@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from nicegui import ui
 
-from ultrascale.cost.engines import value_problem
 from ultrascale.plan.reasons import with_batch
+from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -108,7 +108,9 @@ def _meaning(name: str) -> str:
 
 def _runs(job: Job, name: str, values: list[Any]) -> list[Any]:
     """The values that the job's engine runs."""
-    return [value for value in values if value_problem(job.framework.engine, name, value) is None]
+    engine = job.framework.engine
+    runs = EngineLimits.load(engine).layout.get(name, values) if engine else values
+    return [value for value in values if value in runs]
 
 
 def _degrees(job: Job, name: str) -> list[int]:
