@@ -138,7 +138,7 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         height=160 + 28 * len(others),
     )
     changes = [100 * (other.step_time_s / selected.step_time_s - 1) for other in others]
-    short = [other.change.split(" (")[0] for other in others]  # without what follows from the change: a phone has 340 pixels
+    short = [_short_change(other.change) for other in others]
     names = short if len(set(short)) == len(short) else [other.change for other in others]
     figure.add_bar(
         orientation="h",
@@ -166,8 +166,13 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         cliponaxis=False,
         hoverinfo="skip",
     )
-    figure.update_layout(barmode="overlay", margin_r=116)  # room for the numbers beside the longest bar
+    figure.update_layout(barmode="overlay", margin_r=132)  # room for the numbers beside the longest bar
     low, high = min(0.0, *changes, 0.0), max(0.0, *changes, 0.0)
     figure.update_xaxes(range=[1.05 * low, high or 1.0])
     figure.update_yaxes(autorange="reversed")
     return figure
+
+
+def _short_change(change: str) -> str:
+    """`interleaved·v4` for `schedule=interleaved, virtual_stages=4 (gas=8)`: a phone has 340 pixels for it all."""
+    return change.split(" (")[0].removeprefix("schedule=").replace(", virtual_stages=", "·v")
