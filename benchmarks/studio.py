@@ -29,9 +29,9 @@ QUESTIONS = (
 )
 ROW = "document.querySelector('.us-layouts tbody tr')?.innerText"
 ACCURACY = {
-    "numbers": "/\\d+ runs: tokens/.test(document.body.innerText)",
+    "numbers": "/\\d+ runs: tokens/.test(document.body?.innerText)",
     "points": "document.querySelectorAll('#scatter .scatterlayer .point').length > 0",
-    "all rows": "!document.body.innerText.includes('so far')",
+    "all rows": "!document.body?.innerText.includes('so far')",
 }
 VERDICT = "document.body.innerText.match(/^.*: It (fits|does not fit).*$/m)?.[0]"
 

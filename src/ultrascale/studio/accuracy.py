@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nicegui import ui
+from nicegui import run, ui
 
 from ultrascale.figures import runs as run_figures
 from ultrascale.measure.accuracy.runs import read
 from ultrascale.measure.accuracy.scores import ScoredRun, score
+from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
@@ -49,14 +51,34 @@ class PublishedScores:
     async def _predict(self) -> None:
         if self.file is None:
             return
-        loop = asyncio.get_running_loop()
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            runs = (await loop.run_in_executor(pool, read, self.file))[0]
+        context = get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=_send_predictions, args=(self.file, sender), daemon=True).start()
+        sender.close()
+        while not self.total or len(self.scored) < self.total:
+            part = await run.io_bound(receiver.recv)
+            if part is None:  # the server is stopping
+                return
+            if isinstance(part, Exception):
+                raise part
+            if isinstance(part, int):
+                self.total = part
+            else:
+                self.scored += part
+
+
+def _send_predictions(file: Path, sender: Connection) -> None:
+    """Send how many runs there are, then their predictions. Ends with the server: a pipe without a reader breaks."""
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        try:
+            runs = read(file)[0]
             spread = [one for start in range(SPREAD) for one in runs[start::SPREAD]]
-            self.total = len(spread)
-            while (done := len(self.scored)) < self.total:
-                count = PART if done else FIRST_PART
-                self.scored += await loop.run_in_executor(pool, score, spread[done : done + count])
+            sender.send(len(spread))
+            starts = [0, *range(FIRST_PART, len(spread), PART)]
+            for start, end in zip(starts, [*starts[1:], len(spread)], strict=True):
+                sender.send(score(spread[start:end]))
+        except (SpecError, RunError) as error:
+            sender.send(error)
 
 
 class Accuracy:
