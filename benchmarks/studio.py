@@ -1,7 +1,8 @@
 """How long the studio takes to answer: `python benchmarks/studio.py` (needs the extras studio and dev, and a Chromium).
 
 Starts the studio, changes one control at a time in a headless browser, and prints the seconds from the change to the new first
-row of the table, as closed forms rank it and as it is simulated, or from a slider's move to the new verdict.
+row of the table, as closed forms rank it and as it is simulated, or from a slider's move to the new verdict. Before that: the
+seconds until the accuracy page is open, in a browser that has read nothing of the studio yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))
 from studio_browser import studio_browser
 
 QUESTIONS = (
@@ -25,6 +27,11 @@ QUESTIONS = (
     "model=llama-3.1-405b&gpu=h100&nodes=128&batch=16M",
 )
 ROW = "document.querySelector('.us-layouts tbody tr')?.innerText"
+ACCURACY = {
+    "numbers": "/\\d+ runs: tokens/.test(document.body?.innerText)",
+    "points": "document.querySelectorAll('#scatter .scatterlayer .point').length > 0",
+    "all rows": "!document.body?.innerText.includes('so far')",
+}
 VERDICT = "document.body.innerText.match(/^.*: It (fits|does not fit).*$/m)?.[0]"
 
 
@@ -50,11 +57,30 @@ def answered_s(page: Any, change: Callable[[], object]) -> str:
     return f"{ranked:.2f} / {simulated:.2f}"
 
 
+def opened_s(page: Any, url: str) -> str:
+    """Seconds until the accuracy page has its numbers, the points of its figure, and all rows."""
+    start, found = time.perf_counter(), []
+    page.goto(url, wait_until="commit")
+    for condition in ACCURACY.values():
+        page.wait_for_function(condition, polling=10, timeout=120_000)
+        found.append(f"{time.perf_counter() - start:.2f}")
+    return " / ".join(found)
+
+
 def main() -> None:
     table = Table(title="seconds from a change to the answer on the page: ranked / simulated")
     for heading in ("asked", "sequence 8k → 4k", "fix pp=4", "slider: mbs"):
         table.add_column(heading, justify="left" if heading == "asked" else "right")
-    with studio_browser() as (address, browser):
+    opened = Table(title="seconds until the accuracy page is open: " + " / ".join(ACCURACY))
+    for heading in ("first visit", "second visit"):
+        opened.add_column(heading, justify="right")
+    with studio_browser("--accuracy", str(ROOT / "data" / "published.csv")) as (address, browser):
+        visits = []
+        for _ in range(2):
+            page = browser.new_page(viewport={"width": 1280, "height": 1000})  # a context of its own: no cache
+            visits.append(opened_s(page, f"{address}/accuracy"))
+            page.close()
+        opened.add_row(*visits)
         for question in QUESTIONS:
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
             page.goto(f"{address}/?{question}")
@@ -70,7 +96,7 @@ def main() -> None:
             moved = changed_s(page, VERDICT, partial(slider.press, "ArrowRight"))
             table.add_row(question.replace("&", " "), seq, fix, f"{moved:.2f}")
             page.close()
-    Console(width=120).print(table)
+    Console(width=120).print(opened, table)
 
 
 if __name__ == "__main__":

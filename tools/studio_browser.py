@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 
 
 @contextmanager
-def studio_browser() -> Iterator[tuple[str, Any]]:
+def studio_browser(*options: str) -> Iterator[tuple[str, Any]]:
     """The studio's address, once it answers, and the browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
@@ -27,7 +27,7 @@ def studio_browser() -> Iterator[tuple[str, Any]]:
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as runs, sync_playwright() as driver:
-        words = [sys.executable, "-m", "ultrascale", "studio", "--no-browser", "--port", str(port), "--runs", runs]
+        words = [sys.executable, "-m", "ultrascale", "studio", "--no-browser", "--port", str(port), "--runs", runs, *options]
         server = subprocess.Popen(words, stderr=subprocess.DEVNULL)
         try:
             _wait_for(f"{address}/runs")

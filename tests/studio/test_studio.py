@@ -229,8 +229,7 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
+def tab_without_errors(browser: Any) -> Iterator[Any]:
     """A tab in which no error may appear."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.set_default_timeout(120_000)
@@ -240,6 +239,17 @@ def page(browser: Any) -> Iterator[Any]:
     yield tab
     tab.close()
     assert not errors
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    yield from tab_without_errors(browser)
+
+
+@pytest.fixture(scope="module")
+def one_tab(browser: Any) -> Iterator[Any]:
+    """For many pages: what the browser has read of the first is not read again."""
+    yield from tab_without_errors(browser)
 
 
 ROW = """() => {
@@ -312,9 +322,47 @@ def test_a_manual_layout_becomes_a_selected_row(address: str, page: Any) -> None
     page.wait_for_function("!location.search.includes('layout=')")
 
 
+def offered(page: Any, label: str) -> list[str]:
+    """The options of a select of the layout editor, which is left open."""
+    page.locator(f".us-manual .q-field:has([aria-label='{label}']) .q-field__append").click()
+    page.wait_for_selector(".q-menu .q-item")
+    return [text.strip() for text in page.locator(".q-menu .q-item").all_inner_texts()]
+
+
+def test_the_dispatcher_of_experts_is_one_that_the_engine_runs(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=tiny-moe&nodes=1&batch=256k&seq=1k&framework=megatron-core&fix=ep=4,dispatcher=alltoall")
+    assert first_layout(page)["ep"] == "4 alltoall"
+    page.wait_for_selector("#sensitivity .main-svg")
+    assert offered(page, "dispatcher") == ["alltoall", "allgather", "deepep", "hybridep"]
+    page.locator(".q-menu .q-item", has_text="allgather").click()
+    assert first_layout(page, ep="4 allgather")["#"] == "manual"
+    page.wait_for_url("**/*layout=dispatcher%3Dallgather*")
+    page.reload()
+    assert first_layout(page, ep="4 allgather")["#"] == "manual"
+    page.goto(f"{address}/?model=tiny-moe&nodes=1&batch=256k&seq=1k&framework=torchtitan&fix=ep=4")
+    page.wait_for_selector("#sensitivity .main-svg")
+    assert offered(page, "dispatcher") == ["alltoall", "deepep"]
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    page.wait_for_selector("text=/From the GPUs and the batch follow/")
+    assert page.get_by_role("combobox", name="dispatcher").count() == 0
+
+
+def test_back_and_forward_open_the_address_they_lead_to(address: str, page: Any) -> None:
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1")
+    first_layout(page)
+    page.get_by_label("Fix, such as tp=8,zero=1").fill("tp=2")
+    first_layout(page, tp="2")
+    page.go_back()
+    assert "fix=" not in page.url
+    first_layout(page, tp="1")
+    assert page.get_by_label("Fix, such as tp=8,zero=1").input_value() == ""
+    page.go_forward()
+    first_layout(page, tp="2")
+
+
 def test_where_nothing_fits_one_click_makes_it_fit(address: str, page: Any) -> None:
     page.goto(f"{address}/?model=llama-3-70b&nodes=1")
-    page.wait_for_selector("text=Nothing fits")
+    page.wait_for_selector("h2:has-text('Nothing fits')")
     page.get_by_role("button", name=re.compile("Use .* GPUs of the same kind")).click()
     assert first_layout(page)["fits"].endswith("%")
     assert "nodes=" in page.url
@@ -374,7 +422,7 @@ def opens(address: str, place: Path, page: Any, model: str, nodes: str) -> None:
     logged = len((place / "log").read_text())
     page.goto(f"{address}/?model={model}&nodes={nodes}&batch=4M")
     page.wait_for_selector(
-        ".us-layouts tr.selected, .us-card:has-text('Nothing fits'), .us-card button:has-text('Start again')"
+        ".us-layouts tr.selected, .us-card h2:has-text('Nothing fits'), .us-card button:has-text('Start again')"
     )
     if page.locator(".us-layouts tr.selected").count():
         page.wait_for_selector("text=/From the GPUs and the batch follow/")
@@ -389,11 +437,16 @@ def test_a_preset_opens(address: str, place: Path, page: Any, model: str, nodes:
     opens(address, place, page, model, nodes)
 
 
+@pytest.mark.parametrize("framework", ["deepspeed", "nanotron"])
+def test_the_editor_opens_for_engines_that_run_few_layouts(address: str, place: Path, page: Any, framework: str) -> None:
+    opens(address, place, page, "llama-3.2-1b", f"1&framework={framework}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", CLUSTERS)
 @pytest.mark.parametrize("model", PRESETS)
-def test_every_preset_opens(address: str, place: Path, page: Any, model: str, nodes: str) -> None:
-    opens(address, place, page, model, nodes)
+def test_every_preset_opens(address: str, place: Path, one_tab: Any, model: str, nodes: str) -> None:
+    opens(address, place, one_tab, model, nodes)
 
 
 def test_exports_and_the_report_download(address: str, page: Any) -> None:

@@ -98,7 +98,7 @@ def _add_memory(figure: go.Figure, points: Sequence[TimelinePoint], factor: floa
 def _memory_limit(plan: Plan, stage: int, points: Sequence[TimelinePoint]) -> tuple[float, str, list[float]]:
     """What the runtime leaves of the GPU's memory in GiB, that in words, and the range of an axis that shows it."""
     capacity, runtime = plan.estimate.capacity_gib, plan.estimate.memory[stage].memory.runtime / GIB
-    words = f"{capacity - runtime:,.1f} GiB left by the runtime's {runtime:,.1f}"
+    words = f"{capacity - runtime:,.1f} GiB beside {runtime:,.1f} of the runtime"
     return capacity - runtime, words, [0, 1.12 * max(capacity, max(one.total_bytes for one in points) / GIB)]
 
 
@@ -218,7 +218,15 @@ def pipeline(plan: Plan) -> go.Figure:
     red = style.COLORS["limit"]
     figure.add_shape(type="line", xref="paper", x0=0, x1=1, yref="y2", y0=limit, y1=limit, line={"color": red, "dash": "dash"})
     figure.add_annotation(
-        x=1, xref="paper", xanchor="right", yref="y2", y=limit, yanchor="top", text=words, showarrow=False, font={"color": red}
+        x=1,
+        xref="paper",
+        xanchor="right",
+        yref="y2",
+        y=limit,
+        yanchor="bottom",
+        text=words,
+        showarrow=False,
+        font={"color": red},
     )
     return figure
 
@@ -233,7 +241,7 @@ def gantt(timeline: Timeline, name: str, unit: str = "", shorten: bool = False) 
     unit, factor = (unit, 1.0) if unit else ("s", 1.0) if until >= 1 else ("ms", 1e3)
     end = short.place_s(timeline.makespan_s)
     part = "" if until == end else f", first {short.time_s(until) * factor:,.1f} of {timeline.makespan_s * factor:,.1f} {unit}"
-    title = f"{name}: bubble {timeline.bubble_fraction:.1%} of the ranks' time{part}"
+    title = f"{name}: bubble {timeline.bubble_fraction:.1%}{part}"
     figure = style.new_figure(
         title, f"time ({unit})", "pipeline rank", height=min(1200, 190 + (28 if ranks <= 16 else 14) * ranks)
     )

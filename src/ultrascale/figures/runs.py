@@ -55,7 +55,9 @@ def accuracy(scored: Sequence[ScoredRun], by: str = "gpu") -> go.Figure:
     )
     groups: dict[str, list[ScoredRun]] = {}
     for one in known:
-        groups.setdefault(str(getattr(one.run, by)), []).append(one)
+        # Sources write one GPU in several ways: the preset that their run was read as has one name.
+        kind = one.run.job.cluster.gpu.name if by == "gpu" and one.run.job is not None else str(getattr(one.run, by))
+        groups.setdefault(kind, []).append(one)
     for number, (name, mine) in enumerate(sorted(groups.items(), key=lambda pair: -len(pair[1]))):
         figure.add_scatter(
             name=name,

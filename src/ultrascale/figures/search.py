@@ -136,29 +136,41 @@ def sensitivity(plan: Plan, most: int = 14) -> go.Figure:
         height=160 + 28 * len(others),
     )
     changes = [100 * (other.step_time_s / selected.step_time_s - 1) for other in others]
+    short = [_short_change(other.change) for other in others]
+    names = short if len(set(short)) == len(short) else [other.change for other in others]
     figure.add_bar(
         orientation="h",
-        y=[other.change for other in others],
+        showlegend=False,
+        y=names,
         x=changes,
         marker={
             "color": [style.COLORS["other layouts" if other.fits else "limit"] for other in others],
             "pattern": {"shape": ["" if other.fits else "/" for other in others]},
         },
-        customdata=[other.verdict for other in others],
-        hovertemplate="%{y}: %{customdata}<extra></extra>",
+        customdata=[f"{other.change}: {other.verdict}" for other in others],
+        hovertemplate="%{customdata}<extra></extra>",
     )
+    for name, kind, shape in (("fits", "other layouts", ""), ("does not fit", "limit", "/")):  # for the legend
+        figure.add_bar(
+            name=name, x=[None], y=names[:1], orientation="h", marker={"color": style.COLORS[kind], "pattern": {"shape": shape}}
+        )
     figure.add_scatter(  # to the right of zero even where the bar is to its left, where the names of the changes are
-        y=[other.change for other in others],
+        y=names,
         x=[max(0.0, change) for change in changes],
         mode="text",
+        showlegend=False,
         text=[f" {change:+.1f} %, {other.peak_gib:,.1f} GiB" for change, other in zip(changes, others, strict=True)],
         textposition="middle right",
         cliponaxis=False,
         hoverinfo="skip",
     )
-    figure.update_layout(showlegend=False)
+    figure.update_layout(barmode="overlay", margin_r=132)  # room for the numbers beside the longest bar
     low, high = min(0.0, *changes, 0.0), max(0.0, *changes, 0.0)
-    room = 0.4 * (high - low or 1.0)
-    figure.update_xaxes(range=[1.05 * low, high + room])
+    figure.update_xaxes(range=[1.05 * low, high or 1.0])
     figure.update_yaxes(autorange="reversed")
     return figure
+
+
+def _short_change(change: str) -> str:
+    """`interleaved·v4` for `schedule=interleaved, virtual_stages=4 (gas=8)`: a phone has 340 pixels for it all."""
+    return change.split(" (")[0].removeprefix("schedule=").replace(", virtual_stages=", "·v")

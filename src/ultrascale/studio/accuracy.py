@@ -3,49 +3,82 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nicegui import run, ui
 
 from ultrascale.figures import runs as run_figures
-from ultrascale.measure.accuracy.runs import MeasuredRun, read
+from ultrascale.measure.accuracy.runs import read
 from ultrascale.measure.accuracy.scores import ScoredRun, score
+from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
 SPREAD = 16  # runs are predicted in this many passes over the file, so that the first few are from all of its sources
 FIRST_PART, PART = 8, 24  # runs per prediction
-DRAW_S = 0.6
+DRAW_S = 0.5  # between two drawings of predictions that come in
 
 
 class PublishedScores:
-    """Predictions for the runs of one CSV, made once per server and in parts, so that a page shows the first at once."""
+    """Predictions for the runs of one CSV: made once per server, from its start on, in parts and in another process.
+
+    A prediction of 403 runs takes 6 s of one core: in the server's own process it would slow every page meanwhile.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
         self.scored: list[ScoredRun] = []
-        self.left: list[MeasuredRun] | None = None
-        self.lock = asyncio.Lock()
+        self.total = 0
+        self.task: asyncio.Task[None] | None = None
 
     @property
-    def total(self) -> int:
-        return len(self.scored) + len(self.left or ())
+    def done(self) -> bool:
+        return self.file is None or (self.task is not None and self.task.done())
 
-    async def more(self) -> bool:
-        """Predict some more runs; whether there are others left."""
-        async with self.lock:
-            if self.left is None:
-                found = await run.io_bound(read, self.file) if self.file is not None else None
-                runs = found[0] if found is not None else []
-                self.left = [one for start in range(SPREAD) for one in runs[start::SPREAD]]
-            count = PART if self.scored else FIRST_PART
-            part = self.left[:count]
-            if part:
-                self.scored += await run.io_bound(score, part) or []
-                self.left = self.left[count:]
-            return bool(self.left)
+    def start(self) -> None:
+        """Begin to predict; called in the server's event loop."""
+        self.task = asyncio.create_task(self._predict())
+
+    def check(self) -> None:
+        """Raise what ended the predictions early."""
+        if self.task is not None and self.task.done() and not self.task.cancelled():
+            self.task.result()
+
+    async def _predict(self) -> None:
+        if self.file is None:
+            return
+        context = get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=_send_predictions, args=(self.file, sender), daemon=True).start()
+        sender.close()
+        while not self.total or len(self.scored) < self.total:
+            part = await run.io_bound(receiver.recv)
+            if part is None:  # the server is stopping
+                return
+            if isinstance(part, Exception):
+                raise part
+            if isinstance(part, int):
+                self.total = part
+            else:
+                self.scored += part
+
+
+def _send_predictions(file: Path, sender: Connection) -> None:
+    """Send how many runs there are, then their predictions. Ends with the server: a pipe without a reader breaks."""
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        try:
+            runs = read(file)[0]
+            spread = [one for start in range(SPREAD) for one in runs[start::SPREAD]]
+            sender.send(len(spread))
+            starts = [0, *range(FIRST_PART, len(spread), PART)]
+            for start, end in zip(starts, [*starts[1:], len(spread)], strict=True):
+                sender.send(score(spread[start:end]))
+        except (SpecError, RunError) as error:
+            sender.send(error)
 
 
 class Accuracy:
@@ -57,23 +90,27 @@ class Accuracy:
             self.group = ui.toggle(["gpu", "system", "source"], value="gpu", on_change=self.draw)
             self.group.props("no-caps dense unelevated").classes("q-mt-sm").mark("by")
         self.chart = Chart(self.frame, "scatter")
-        self.chart.show(run_figures.accuracy([]))  # empty: the browser loads Plotly while the first runs are predicted
         self.worst = ui.element("section").classes("us-card us-scroll")
         self.worst.set_visibility(False)
+        if scores.file is None:
+            self.state.text = "No CSV of measured runs was given: start the studio with --accuracy data/published.csv."
+        elif not scores.scored:
+            self.state.text = f"predicting the runs of {scores.file.name} …"
+        self.chart.show(run_figures.accuracy([]))  # empty: the browser loads Plotly while the first runs are predicted
+        self.draw()
 
     async def load(self) -> None:
-        with self.frame.show_errors():
-            if self.scores.file is None:
-                self.state.text = "No CSV of measured runs was given: start the studio with --accuracy data/published.csv."
-                return
-            self.state.text = f"predicting the runs of {self.scores.file.name} …"
-            drawn_s, more = 0.0, True
-            while more and not self.frame.closed:
-                more = await self.scores.more()
-                if not self.frame.closed and (not more or time.monotonic() - drawn_s > DRAW_S):
-                    self.draw()
-                    drawn_s = time.monotonic()
-                    await asyncio.sleep(0.1)  # send it before the next part occupies the interpreter
+        """Follow the predictions until all are on the page."""
+        drawn = len(self.scores.scored)
+        while not self.scores.done and not self.frame.closed:
+            await asyncio.sleep(DRAW_S)
+            if len(self.scores.scored) > drawn and not self.scores.done and not self.frame.closed:
+                drawn = len(self.scores.scored)
+                self.draw()
+        if not self.frame.closed:
+            self.scores.check()
+            if drawn < self.scores.total:
+                self.draw()
 
     def draw(self) -> None:
         scored = self.scores.scored
@@ -82,7 +119,7 @@ class Accuracy:
             return
         unread = sum(one.reason is not None for one in scored)
         mean, middle = sum(errors) / len(errors), sorted(errors)[len(errors) // 2]
-        waiting = f"; {len(scored)} of {self.scores.total} rows so far …" if self.scores.left else ""
+        waiting = f"; {len(scored)} of {self.scores.total} rows so far …" if len(scored) < self.scores.total else ""
         self.state.text = (
             f"{len(errors)} runs: tokens/s {mean:.1%} off in the mean, {middle:.1%} in the median; "
             f"{unread} not modelled{waiting}"
@@ -95,12 +132,12 @@ class Accuracy:
             lines = [
                 (
                     one.run.id,
-                    one.run.source[:60],
                     one.run.gpu,
                     f"{one.measured or 0:,.0f}",
                     f"{one.tokens_per_s_per_gpu or 0:,.0f}",
                     f"{(one.ratio or 1) - 1:+.1%}",
+                    one.run.source,
                 )
                 for one in worst
             ]
-            table(("worst runs", "source", "GPU", "measured tokens/s/GPU", "predicted", "difference"), lines, "worst")
+            table(("worst runs", "GPU", "measured tokens/s/GPU", "predicted", "difference", "source"), lines, "worst")

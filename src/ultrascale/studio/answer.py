@@ -11,7 +11,7 @@ from ultrascale.plan.advice import NoFit
 from ultrascale.plan.search import Result
 from ultrascale.show.plan import knows_peak
 from ultrascale.specs.plan import Plan
-from ultrascale.specs.units import seconds
+from ultrascale.specs.units import seconds, tokens
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.layout_table import layout_words
 
@@ -79,8 +79,11 @@ def no_fit_fixes(result: Result, ask: PlannerQuery) -> list[Fix]:
 
 
 def error_fixes(ask: PlannerQuery) -> list[Fix]:
-    """What to take back where no layout is legal: the constraints one by one, the pasted model, everything."""
+    """What to change where no layout is legal: a sequence that is too long, the constraints, the pasted model, everything."""
     found: list[Fix] = []
+    model = ask.the_model() if not ask.field_errors() else None
+    if model is not None and model.max_positions and tokens(ask.seq, "seq") > model.max_positions:
+        found.append((f"Use sequences of {model.max_positions:,} tokens", {"seq": str(model.max_positions)}))
     if ask.fix:
         found.append((f"Remove the constraint {ask.fix[:60]}", {"fix": ""}))
     if ask.forbid:

@@ -23,12 +23,12 @@ class Explore:
         self.state = ui.label("").classes("us-soft").mark("explore-state")
         with ui.element("div").classes("us-figures"):
             self.front, self.scaling = Chart(self.frame, "front"), Chart(self.frame, "scaling")
-        with ui.element("section").classes("us-card"), ui.row().classes("w-full items-center"):
-            ui.html("<h2>The best layout of each model on each number of nodes</h2>", sanitize=False).classes("w-full")
+        with ui.element("section").classes("us-card"), ui.row().classes("full-width items-center"):
+            ui.html("<h2>The best layout of each model on each number of nodes</h2>", sanitize=False).classes("full-width")
             self.models = ui.select(list(Model.presets()), label="models", value=list(MODELS), multiple=True)
-            self.models.classes("w-96").props('use-chips outlined dense aria-label="models"').mark("map-models")
+            self.models.classes("us-chips").props('use-chips outlined dense aria-label="models"').mark("map-models")
             self.nodes = ui.select(list(NODES), label="nodes", value=list(NODES[:4]), multiple=True)
-            self.nodes.classes("w-60").props('use-chips outlined dense aria-label="nodes"').mark("map-nodes")
+            self.nodes.classes("us-chips").props('use-chips outlined dense aria-label="nodes"').mark("map-nodes")
             self.button = ui.button("Draw the map", on_click=self.draw_map).props("no-caps unelevated").mark("map")
         self.map = Chart(self.frame, "heat-map")
 

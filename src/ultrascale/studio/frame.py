@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,12 @@ COLORS: dict[style.Theme, dict[str, str]] = {
 }
 for theme, colors in COLORS.items():
     colors |= {"paper": style.PAPER[theme], "ink": style.INK[theme], "line": style.GRID[theme]}
+# Plotly is fetched while Vue mounts the page, not with the first figure; Back and Forward open the address they lead to.
+HEAD = """<script type="module">
+  const href = import.meta.resolve("nicegui-plotly");
+  document.head.append(Object.assign(document.createElement("link"), { rel: "modulepreload", href }));
+  addEventListener("popstate", () => location.reload());
+</script>"""
 PAGES = {"/": "Plan", "/explore": "Explore", "/schedules": "Schedules", "/runs": "Runs", "/accuracy": "Accuracy"}
 
 
@@ -32,12 +39,14 @@ class Frame:
 
     def __init__(self, path: str, ask: PlannerQuery) -> None:
         self.path, self.ask = path, ask
+        self.edited: set[str] = set()
         self.charts: list[Chart] = []
         self.links: dict[str, ui.link] = {}
         self.client = ui.context.client
         self.dark = ui.dark_mode(ask.theme == "dark")
         ui.colors(primary=style.COLORS["this plan"], negative=style.COLORS["limit"])
         ui.add_css(stylesheet())
+        ui.add_head_html(HEAD)
         self.client.on_exception(self.report)
         with ui.header().classes("us-header items-center"):
             ui.label("Ultrascale").classes("us-name")
@@ -63,11 +72,14 @@ class Frame:
             chart.redraw()
 
     def changed(self, **values: str) -> None:
-        """Change the address of the page."""
+        """Change the address of the page; a control's first change is a step that the browser's Back button takes back."""
         self.ask = self.ask.changed(**values)
         query = self.ask.query()
         self.update_links()
-        ui.navigate.history.replace(f"{self.path}?{query}" if query else self.path)
+        again = set(values) == self.edited or set(values) == {"theme"}
+        change_address = ui.navigate.history.replace if again else ui.navigate.history.push
+        self.edited = set(values)
+        change_address(f"{self.path}?{query}" if query else self.path)
 
     def update_links(self) -> None:
         """Links to the other pages keep the address."""
@@ -122,7 +134,7 @@ class Chart:
         drawn = _drawn(self.figure, self.frame.theme)
         if self.element is None:
             with self.place:
-                self.element = ui.plotly(drawn).classes("w-full").mark(self.marker).props(f'role="img" id="{self.marker}"')
+                self.element = ui.plotly(drawn).classes("full-width").mark(self.marker).props(f'role="img" id="{self.marker}"')
         else:
             self.element.update_figure(drawn)
 
@@ -131,6 +143,7 @@ def _drawn(figure: go.Figure, theme: style.Theme) -> dict[str, Any]:
     return {**style.themed_json(figure, theme), "config": {"responsive": True, "displaylogo": False}}
 
 
+@cache
 def stylesheet() -> str:
     """The colours of both themes, then the rules that use them."""
     shared = {
@@ -149,6 +162,6 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], marker: str) -
     """A plain table, left-aligned."""
     columns = [{"name": str(n), "label": label, "field": str(n), "align": "left"} for n, label in enumerate(head)]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
-    grid = ui.table(columns=columns, rows=data).classes("w-full us-table").mark(marker)
+    grid = ui.table(columns=columns, rows=data).classes("full-width us-table").mark(marker)
     grid.props("flat dense wrap-cells hide-pagination").props(":rows-per-page-options=[0]")
     return grid

@@ -30,6 +30,7 @@ class JobForm:
                     paste = ui.button(icon="content_paste", on_click=self.paste).props("flat dense")
                     paste.props('aria-label="Paste a model" title="Paste a model (YAML or config.json)"')
                 self.shape = ui.label("").classes("us-soft us-all us-message-line")
+                self._select("framework", "Engine", list(Framework.presets()), ask, wide=True)
                 self._select("gpu", "GPU", list(GPU.presets()), ask)
                 self._select("precision", "Precision", list(get_args(Precision)), ask)
                 self._input("nodes", "Nodes", ask)
@@ -38,8 +39,7 @@ class JobForm:
                 self._input("seq", "Sequence (tokens)", ask)
                 self._select("optimizer", "Optimizer", list(get_args(Optimizer)), ask)
                 self._select("gradients", "Gradients", list(get_args(Job.model_fields["gradients"].annotation)), ask)
-                self._select("objective", "Objective", list(OBJECTIVES), ask)
-                self._select("framework", "Engine", list(Framework.presets()), ask)
+                self._select("objective", "Objective", list(OBJECTIVES), ask, wide=True)
                 self._input("fix", "Fix, such as tp=8,zero=1", ask, wide=True)
                 self._input("forbid", "Forbid, such as cp", ask, wide=True)
 
@@ -58,10 +58,10 @@ class JobForm:
             control.error = errors.get(name)
         self.shape.text = errors.get("shape", "")
 
-    def _select(self, name: str, label: str, options: list[str], ask: PlannerQuery) -> None:
+    def _select(self, name: str, label: str, options: list[str], ask: PlannerQuery, wide: bool = False) -> None:
         value = getattr(ask, name)
         known = value if value in options else options[0]
-        self._place(name, label, ui.select(options, label=label, value=known, with_input=len(options) > 12), False)
+        self._place(name, label, ui.select(options, label=label, value=known, with_input=len(options) > 12), wide)
 
     def _input(self, name: str, label: str, ask: PlannerQuery, wide: bool = False) -> None:
         self._place(name, label, ui.input(label, value=getattr(ask, name)).props("maxlength=200"), wide)
@@ -78,9 +78,9 @@ class JobForm:
         control.on_value_change(moved)
 
     def paste(self) -> None:
-        with ui.dialog() as dialog, ui.card().classes("w-[36rem]"):
+        with ui.dialog() as dialog, ui.card().classes("us-dialog"):
             ui.label("A model file (YAML) or a Hugging Face config.json")
-            text = ui.textarea().props(f'outlined maxlength={LONGEST} aria-label="model"').classes("w-full").mark("shape")
+            text = ui.textarea().props(f'outlined maxlength={LONGEST} aria-label="model"').classes("full-width").mark("shape")
             problem = ui.label("").classes("us-bad")
 
             async def take() -> None:

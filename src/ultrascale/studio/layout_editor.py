@@ -8,6 +8,7 @@ from typing import Any, get_args
 from nicegui import ui
 
 from ultrascale.plan.reasons import with_batch
+from ultrascale.specs.engine import EngineLimits
 from ultrascale.specs.errors import divisors
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -23,6 +24,7 @@ LABELS = {
     "schedule": "schedule",
     "virtual_stages": "virtual stages",
     "context_parallel": "context parallel",
+    "dispatcher": "dispatcher",
     "sequence_parallel": "sequence parallel",
     "offload": "offload",
 }
@@ -35,7 +37,7 @@ class LayoutEditor:
         self.changes: dict[str, Any] = {}
         with ui.element("section").classes("us-card us-manual"):
             ui.html("<h2>Manual layout</h2>", sanitize=False)
-            self.controls = ui.element("div").classes("w-full")
+            self.controls = ui.element("div").classes("full-width")
             self.following = ui.label("Choose a layout to change it.").classes("us-soft")
             self.problem = ui.label("").classes("us-bad").props('role="status"').mark("layout-problem")
 
@@ -47,10 +49,11 @@ class LayoutEditor:
         with self.controls:
             for name in DEGREES:
                 if name != "ep" or plan.job.model.moe is not None:
-                    self._slider(name, _degrees(plan.job, name))
+                    self._slider(name, _runs(plan.job, name, _degrees(plan.job, name)))
             with ui.element("div").classes("us-fields").style("margin-top: 8px"):
                 for name in LABELS:
-                    self._select(name, _options(name, plan.job), getattr(plan.layout, name))
+                    if name != "dispatcher" or len(_runs(plan.job, "ep", _degrees(plan.job, "ep"))) > 1:
+                        self._select(name, _runs(plan.job, name, _options(name, plan.job)), getattr(plan.layout, name))
         self._follow(plan.layout)
 
     def clear(self) -> None:
@@ -64,7 +67,7 @@ class LayoutEditor:
         now = getattr(self.plan.layout, name)
         places = sorted({*values, now})
         with ui.element("div").classes("us-slider"):
-            shown = ui.label(f"{name} {now}")
+            shown = ui.label(f"{name} {now}").props(f'title="{_meaning(name)}"')
             slider = ui.slider(min=0, max=max(1, len(places) - 1), step=1, value=places.index(now)).mark(f"layout-{name}")
             slider.props(f'snap markers dense aria-label="{name}"').set_enabled(len(places) > 1)
 
@@ -79,7 +82,7 @@ class LayoutEditor:
         # A plan may have a value that is not among the usual ones, such as 5 virtual stages of 70B's 80 layers.
         labels = {option: _option_words(option) for option in (options if value in options else [*options, value])}
         select = ui.select(labels, label=LABELS[name], value=value).mark(f"layout-{name}")
-        select.props(f'dense outlined aria-label="{LABELS[name]}"')
+        select.props(f'dense outlined aria-label="{LABELS[name]}" title="{_meaning(name)}"')
         select.on_value_change(lambda event: self._changed(name, event.value))
 
     def _changed(self, name: str, value: Any) -> None:
@@ -97,6 +100,17 @@ class LayoutEditor:
 
     def _follow(self, layout: Layout) -> None:
         self.following.text = f"From the GPUs and the batch follow dp {layout.dp} and gas {layout.gas}."
+
+
+def _meaning(name: str) -> str:
+    return Layout.model_fields[name].description or ""
+
+
+def _runs(job: Job, name: str, values: list[Any]) -> list[Any]:
+    """The values that the job's engine runs."""
+    engine = job.framework.engine
+    runs = EngineLimits.load(engine).layout.get(name, values) if engine else values
+    return [value for value in values if value in runs]
 
 
 def _degrees(job: Job, name: str) -> list[int]:

@@ -45,7 +45,7 @@ OPTIONAL = {
     "recompute",
     "mfu",
 }  # columns that are hidden where no row has something to say
-LEFT = {"rank", "cp", "zero", "schedule", "recompute"}
+LEFT = {"rank", "cp", "ep", "zero", "schedule", "recompute"}
 RADIO = """<q-radio dense size="sm" :model-value="props.selected" :val="true" @update:model-value="props.selected = true"
   :aria-label="'layout ' + props.row.rank" />"""
 FITS = """<q-td :props="props"><span :class="props.row.risky ? 'us-bad' : ''">{{ props.value }}</span></q-td>"""
@@ -55,7 +55,7 @@ class LayoutTable:
     def __init__(self, picked: Callable[[int], None]) -> None:
         self.picked = picked
         self.grid = ui.table(columns=[], rows=[], row_key="number", selection="single", on_select=self._selected)
-        self.grid.classes("w-full us-layouts").props("flat dense hide-pagination hide-selected-banner hide-no-data")
+        self.grid.classes("full-width us-layouts").props("flat dense hide-pagination hide-selected-banner hide-no-data")
         self.grid.props(":rows-per-page-options=[0]").mark("layouts")
         self.grid.add_slot("body-selection", RADIO)
         self.grid.add_slot("body-cell-fits", FITS)
@@ -129,7 +129,7 @@ def layout_cells(layout: Layout) -> dict[str, str]:
     return {
         **{name: str(getattr(layout, name)) for name in ("dp", "tp", "pp", "mbs", "gas")},
         "cp": f"{layout.cp} {layout.context_parallel}" if layout.cp > 1 else "",
-        "ep": str(layout.ep) if layout.ep > 1 else "",
+        "ep": f"{layout.ep} {layout.dispatcher}" if layout.ep > 1 else "",
         "zero": ", ".join(zero),
         "schedule": layout.schedule if layout.pp > 1 else "",
         "virtual": str(layout.virtual_stages) if layout.virtual_stages > 1 else "",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from nicegui import background_tasks, run, ui
 
 from ultrascale.cost import cheatsheet
+from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.legality import problem
 from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import plan as plan_figures
@@ -53,7 +53,7 @@ SENT_S = 0.03  # time to send the numbers to the browser
 
 
 class SupersededError(Exception):
-    """A newer request came while an older one was running."""
+    """A newer request came while an older one was running, or the browser left the page."""
 
 
 class Planner:
@@ -82,7 +82,7 @@ class Planner:
             self.layouts = LayoutTable(self.picked)
             self.verdict = ui.label("").classes("q-mt-sm").mark("verdict")
             self.convention = ui.label("").classes("us-soft")
-            with ui.row().classes("q-mt-sm gap-2") as self.downloads:
+            with ui.row().classes("q-mt-sm us-buttons") as self.downloads:
                 ui.button("plan.yaml", on_click=self.save_plan).props("outline dense no-caps")
                 ui.button("report.html", on_click=self.save_report).props("outline dense no-caps")
                 with ui.dropdown_button("export", auto_close=True).props("outline dense no-caps"):
@@ -128,6 +128,7 @@ class Planner:
                 await self.search(mine)
             except SpecError as error:
                 if mine == self.requested:
+                    self.summary.text = "No layout was evaluated."
                     self.show_empty("There is no such layout", str(error), error_fixes(self.frame.ask))
 
     async def search(self, mine: int) -> None:
@@ -139,6 +140,7 @@ class Planner:
             if self.result is None:
                 self.summary.text = "Correct the marked fields to see layouts."
             return
+        self.frame.say("")
         self.form.shape.text = f"pasted: {ask.the_model().name}" if ask.shape else ""
         job = ask.job()
         if ask.objective not in OBJECTIVES:
@@ -149,9 +151,10 @@ class Planner:
         def preview(ranked: list[LayoutPreview]) -> None:  # called in the search's thread
             page.call_soon_threadsafe(page.call_later, SOON_S, self.show_preview, mine, job, ranked)
 
-        def go_on(_: str) -> None:
-            if mine != self.requested:
+        def go_on(sentence: str) -> None:
+            if mine != self.requested or self.frame.closed:
                 raise SupersededError
+            page.call_soon_threadsafe(self.show_progress, mine, sentence)
 
         try:
             found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **options)
@@ -159,7 +162,6 @@ class Planner:
             return
         if mine != self.requested or found is None or self.frame.closed:
             return
-        self.frame.say("")
         self.answered, self.result = mine, found
         self.show_result(found)
         if not found.plans:
@@ -177,10 +179,14 @@ class Planner:
         if self.plan is found.plans[0]:
             self.show_plan(plans[0])
 
+    def show_progress(self, mine: int, sentence: str) -> None:
+        if mine == self.requested and mine != self.answered and not self.frame.closed:
+            self.summary.text = f"{sentence[0].upper()}{sentence[1:]} …"
+
     def show_preview(self, mine: int, job: Job, ranked: list[LayoutPreview]) -> None:
         """The closed-form ranking, until the best layouts are simulated."""
         if mine == self.requested and mine != self.answered and not self.frame.closed:
-            self.summary.text = "ranked by closed forms; the best are being simulated"
+            self.summary.text = "Ranked by closed forms; the best are being simulated …"
             self.layouts.show(preview_rows(job, ranked))
 
     def show_result(self, found: Result) -> None:
@@ -223,9 +229,9 @@ class Planner:
         self.empty.clear()
         self.empty.set_visibility(True)
         with self.empty:
-            ui.label(title).classes("text-lg font-bold")
+            ui.html(f"<h2>{escape(title)}</h2>", sanitize=False)
             ui.label(text).classes("q-my-sm")
-            with ui.column().classes("gap-2 items-start"):
+            with ui.column().classes("us-buttons"):
                 for label, values in fixes:
                     ui.button(label, on_click=partial(self.fix, values)).props("outline no-caps align=left").classes(
                         "text-left"

@@ -40,7 +40,7 @@ class Runs:
         with ui.element("section").classes("us-card"):
             ui.html(f"<h2>Runs in {escape(str(folder))}</h2>", sanitize=False)
             self.select = ui.select(known, label="runs", value=selected, multiple=True, on_change=self.picked)
-            self.select.classes("w-full").props('use-chips outlined dense aria-label="runs"').mark("runs")
+            self.select.classes("full-width").props('use-chips outlined dense aria-label="runs"').mark("runs")
             self.state = ui.label("").classes("q-mt-sm").mark("run-state")
         with ui.element("div").classes("us-figures"):
             self.loss, self.speed = Chart(self.frame, "loss"), Chart(self.frame, "speed")

@@ -72,11 +72,13 @@ class Schedules:
                 ui.html("<h2>Pipeline</h2>", sanitize=False)
                 for knob in SLIDERS:
                     self.slider(knob)
-                ui.button("Play", on_click=self.play).props("outline no-caps dense").classes("q-mt-sm w-full").mark("play")
+                ui.button("Play", on_click=self.play).props("outline no-caps dense").classes("q-mt-sm full-width").mark("play")
             with ui.element("main").classes("us-answers"):
                 with ui.element("section").classes("us-card"):
                     self.grid = ui.table(columns=_columns(), rows=[], row_key="schedule", selection="multiple")
-                    self.grid.classes("w-full us-layouts us-schedules").props("flat dense hide-pagination hide-selected-banner")
+                    self.grid.classes("full-width us-layouts us-schedules").props(
+                        "flat dense hide-pagination hide-selected-banner"
+                    )
                     self.grid.props(":rows-per-page-options=[0]").on_select(self.chosen)
                     ui.label("Select the schedules to draw; all have the same time axis.").classes("us-soft q-mt-sm")
                 with ui.element("div").classes("us-figures"):
@@ -89,7 +91,7 @@ class Schedules:
 
     def slider(self, knob: Slider) -> None:
         value = self.values[knob.key]
-        shown = ui.label(knob.words(value)).classes("text-sm")
+        shown = ui.label(knob.words(value))
         slider = ui.slider(min=knob.low, max=knob.high, step=knob.step, value=value)
         slider.mark(knob.key).props(f'dense aria-label="{knob.label}"')
 

@@ -27,12 +27,32 @@ def serve(folder: Path, accuracy: Path | None = None, port: int = PORT, show: bo
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     pages(folder, accuracy)
+    app.on_startup(_warm_up)
     print(f"http://{HOST}:{port} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     # A page elsewhere that resolves its own name to 127.0.0.1 must not reach this one.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     # NiceGUI lets every origin open the page's socket, credentials included: a page elsewhere could then drive this one.
     core.sio.eio.cors_allowed_origins = origins(port)
-    ui.run(host=HOST, port=port, title="Ultrascale", show=show, reload=False, show_welcome_message=False, favicon="📐")
+    ui.run(
+        host=HOST,
+        port=port,
+        title="Ultrascale",
+        show=show,
+        reload=False,
+        show_welcome_message=False,
+        favicon="📐",
+        tailwind=False,  # page.css has the few rules we use; Tailwind compiles classes in the browser at every change
+        gzip_middleware_factory=None,  # on loopback, compressing Plotly's 4.6 MB takes 0.3 s and sending them 0.03 s
+    )
+
+
+async def _warm_up() -> None:
+    """Import Plotly and make its first figure, which take half a second, before a page needs one."""
+    from nicegui import run
+
+    from ultrascale.figures.runs import accuracy
+
+    await run.io_bound(accuracy, [])
 
 
 def origins(port: int) -> list[str]:
@@ -42,7 +62,7 @@ def origins(port: int) -> list[str]:
 
 def pages(folder: Path, accuracy: Path | None) -> None:
     """Register a page per address; what takes long is loaded once the browser is connected."""
-    from nicegui import ui
+    from nicegui import app, ui
     from starlette.requests import Request
 
     from ultrascale.studio.accuracy import Accuracy, PublishedScores
@@ -53,6 +73,7 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from ultrascale.studio.schedules import Schedules
 
     scores = PublishedScores(accuracy)
+    app.on_startup(scores.start)
     built: dict[str, Callable[[PlannerQuery, dict[str, str]], Any]] = {
         "/": lambda ask, query: Planner(ask),
         "/explore": lambda ask, query: Explore(ask),
