@@ -19,7 +19,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
-from studio_browser import studio_browser
+from studio_browser import studio_browser  # noqa: E402
 
 QUESTIONS = (
     "model=llama-3-8b&gpu=h100&nodes=8",

@@ -139,3 +139,9 @@ def test_what_if_refuses_what_the_engine_does_not_run() -> None:
     assert answer.estimate is None
     assert answer.problem is not None
     assert "torchtitan runs 3, 0" in answer.problem
+
+
+def test_a_schedule_in_an_engine_without_pipelines_has_a_sentence() -> None:
+    assert engines.value_problem("deepspeed", "schedule", "interleaved") == (
+        "layout.schedule is interleaved but DeepSpeed runs no pipeline: try pp=1, and no schedule"
+    )

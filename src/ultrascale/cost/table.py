@@ -8,7 +8,7 @@ them. The closed forms are those of schedules/registry.py, held to the simulator
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
@@ -79,6 +79,13 @@ class SearchTable:
                 found.append((numbers, _VariantGroup(self.job, rows, variants, self.machine)))
         return found
 
+    def within(self, capacity_bytes: float) -> SearchTable:
+        """The table without cores whose lower bound is above the capacity in every variant."""
+        rows = np.flatnonzero(self.least_peak_bytes() <= capacity_bytes)
+        part = replace(self, cores=self.cores.take(rows))
+        vars(part)["_groups"] = [(numbers, group.take(rows)) for numbers, group in self._groups]
+        return part
+
     @property
     def legal_cells(self) -> int:
         return sum(int(group.legal(slice(None)).sum()) for _, group in self._groups)
@@ -121,6 +128,12 @@ class _VariantGroup:
     cores: LayoutColumns
     variants: Sequence[ScheduleVariant]
     machine: ClusterRates
+
+    def take(self, rows: Array) -> _VariantGroup:
+        """Some cores, with their bounds."""
+        part = replace(self, cores=self.cores.take(rows))
+        vars(part).update(pp=self.pp, least_peaks=self.least_peaks[:, rows])
+        return part
 
     @cached_property
     def pp(self) -> int:

@@ -362,10 +362,11 @@ def rank(
     machine, of_memory = ClusterRates(job), objective == "memory"
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
     tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
-    least_peak = np.concatenate([np.zeros(0), *(one.least_peak_bytes() for one in tables)])
-    bound = least_peak if of_memory else np.concatenate([np.zeros(0), *(one.shortest_step_s() for one in tables)])
+    legal = sum(table.legal_cells for table in tables)
+    tables = [table.within(capacity) for table in tables]
+    bounds = [table.least_peak_bytes() if of_memory else table.shortest_step_s() for table in tables]
+    bound = np.concatenate([np.zeros(0), *bounds])
     order = np.argsort(bound, kind="stable")
-    order = order[least_peak[order] <= capacity]
     first_of = np.cumsum([0, *(len(one.cores) for one in tables)])
     scores, rows = np.zeros(0), [LayoutColumns.of([])]
     alternatives, fitting, start, size = AlternativeLayouts(), 0, 0, FIRST_BLOCK
@@ -393,7 +394,6 @@ def rank(
     best = np.argsort(scores, kind="stable")[:keep]
     found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[best] for name in NAMES})
     weight = job.cluster.gpus if objective == "cost" else 1.0
-    legal = sum(table.legal_cells for table in tables)
     return RankedLayouts(job, found, (weight * scores[best]).tolist(), legal, fitting, alternatives)
 
 

@@ -211,7 +211,8 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
     saved, peak = by_loss[loss]
     backward = norm + b * logits + b * tokens * job.model.hidden if loss == "log-softmax" else np.zeros(len(columns))
-    plain = HeadActivations(*(np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)), backward)
+    held = [np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)]
+    plain = HeadActivations(held[0], held[1], held[2], np.asarray(backward))
     if job.framework.loss != "at-once":
         return plain
     at_once = (columns.tp == 1) & ~columns.split_backward
