@@ -130,9 +130,10 @@ class _VariantGroup:
     machine: ClusterRates
 
     def take(self, rows: Array) -> _VariantGroup:
-        """Some cores, with their bounds."""
-        part = replace(self, cores=self.cores.take(rows))
-        vars(part).update(pp=self.pp, least_peaks=self.least_peaks[:, rows])
+        """Some cores, with what is known of them."""
+        part, (gas, of) = replace(self, cores=self.cores.take(rows)), self._gas
+        vars(part).update(least_peaks=self.least_peaks[:, rows], _gas=(gas, of[rows]))
+        vars(part).update({name: getattr(self, name) for name in ("pp", "_legal_by_gas", "_ranks", "_by_share", "_in_flight")})
         return part
 
     @cached_property

@@ -48,7 +48,7 @@ FIGURES: dict[str, Callable[[Plan], go.Figure | None]] = {
     "sensitivity": lambda plan: search_figures.sensitivity(plan) if plan.rejected else None,
 }
 REST_S = 0.05  # wait until a moving control rests
-SOON_S = 0.3  # show the closed-form ranking only if simulation takes longer
+SOON_S = 0.1  # show the closed-form ranking only if simulation takes longer
 SENT_S = 0.03  # time to send the numbers to the browser
 
 
