@@ -54,7 +54,7 @@ def torchtitan(name: str, mbs: int, steps: int) -> Turn:
     config.optimizer.implementation = "fused"
     alone = ParallelDims(dp_shard=1, dp_replicate=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
     spec = get_train_spec()
-    arguments = _arguments(MODELS[name], type(next(iter(spec.model_args.values()))))
+    arguments = model_arguments(MODELS[name], SEQ, type(next(iter(spec.model_args.values()))))
     with torch.device("meta"):
         model = spec.model_cls(arguments)
     loss_of = spec.build_loss_fn(config, parallel_dims=alone)
@@ -91,12 +91,12 @@ def torchtitan(name: str, mbs: int, steps: int) -> Turn:
     return Turn("torchtitan", each_s * 1e3, mbs * SEQ / each_s, peak, torch.cuda.get_device_name())
 
 
-def _arguments(model: Model, kind: Callable[..., Any]) -> Any:
+def model_arguments(model: Model, seq: int, kind: Callable[..., Any]) -> Any:
     """torchtitan writes a layer's width as a multiple of two thirds of four times the hidden size, rounded up."""
     multiplier = model.ffn / int(8 * model.hidden / 3)
     return kind(
         dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.kv_heads, vocab_size=model.vocab,
-        multiple_of=256, ffn_dim_multiplier=multiplier, rope_theta=model.rope_theta, max_seq_len=SEQ,
+        multiple_of=256, ffn_dim_multiplier=multiplier, rope_theta=model.rope_theta, max_seq_len=seq,
     )  # fmt: skip
 
 

@@ -87,6 +87,8 @@ class Rehearsal:
     """that the rehearsal took"""
     kernels_s: dict[str, float] | None = None
     """on a GPU: time by kernel, of one step with so many micro-batches"""
+    step_s: float | None = None
+    """on a GPU: of that step; collectives take no time, since there is nobody to wait for"""
 
     def sent(self, technique: str, kind: str | None = None) -> int:
         return sum(one.bytes for one in self.collectives if one.technique == technique and kind in (None, one.kind))

@@ -29,6 +29,7 @@ from ultrascale.measure.rehearse_world import (
     replaced,
     routed_rows,
     single_rank_world,
+    step_time,
     unconnected_groups,
     without_memory,
     without_values,
@@ -86,10 +87,11 @@ def _rehearsed(
     _warm_up_gather(engine)
     if device != "meta":
         without_values(engine)
-    kernels_s = None
+    kernels_s = step_s = None
     if device == "cuda":
         engine.step(0)  # compiles and selects kernels
         kernels_s = kernel_times(lambda: engine.step(0))
+        step_s = step_time(lambda: engine.step(0))
     memory, tracker = _accounted(engine, techniques, fake)
     # A step reads inputs and targets of all its micro-batches before it computes.
     unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize
@@ -106,6 +108,7 @@ def _rehearsed(
         microbatches=short.microbatches,
         kernels=kernels,
         kernels_s=kernels_s,
+        step_s=step_s,
     )
 
 

@@ -5,6 +5,7 @@ Losses and norms are read as zero, and experts receive equal numbers of rows.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -140,6 +141,16 @@ def kernel_times(step: Callable[[], object]) -> dict[str, float]:
     for event in profiled.key_averages():
         times[event.key] += event.self_device_time_total / 1e6
     return dict(times.most_common())
+
+
+def step_time(step: Callable[[], object], repeat: int = 3) -> float:
+    """Seconds of one step on a GPU, the mean of some."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeat
 
 
 @contextmanager

@@ -67,6 +67,9 @@ def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Rehea
     console.print(f"FLOPs by operator: {shares}")
     if one.collectives:
         console.print(_collectives(one))
+    if one.step_s is not None:
+        ran = f"{one.microbatches} of {layout.gas} micro-batches"
+        console.print(f"step: {seconds(one.step_s)} with {ran}, computing alone: communication is not counted")
     if one.kernels_s is not None:
         console.print(_kernels(one.kernels_s))
 
