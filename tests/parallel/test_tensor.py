@@ -34,6 +34,22 @@ def test_fewer_kv_heads_than_ranks(family: str, sequence_parallel: bool) -> None
     check(family, tp=4, gas=1, mbs=2, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 2, "recompute": "selective"},
+        {"tp": 2, "pp": 2, "gas": 2, "schedule": "zero-bubble"},
+        pytest.param({"tp": 2, "recompute": "full"}, marks=slow),
+        pytest.param({"tp": 2, "cp": 2}, marks=slow),
+        pytest.param({"tp": 2, "pp": 2, "gas": 2, "schedule": "zero-bubble", "recompute": "selective"}, marks=slow),
+        pytest.param({"tp": 2, "dp": 2, "zero": 3}, marks=slow),
+    ],
+    ids=str,
+)
+def test_slices_of_several_sequences_keep_their_order(fields: dict[str, object]) -> None:
+    check("qwen3", **{"gas": 1, "mbs": 3, **fields})
+
+
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=slow)])
 def test_recomputed(policy: str, sequence_parallel: bool) -> None:

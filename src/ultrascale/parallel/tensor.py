@@ -27,6 +27,7 @@ from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.recompute_cache import cache_across_recompute
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
+RANKS = 0  # slices gathered along it lie one rank's after another's, as they arrive: nothing is copied
 
 SINGLE_RANK = Axis("alone", None, 0, 1, (0,))
 Result = Literal["saved", "recomputed", "unused"]
@@ -52,14 +53,36 @@ class DeferredWeightGrads:
         return pending
 
 
+@dataclass(frozen=True)
+class GatheredInput:
+    """How sequence parallelism gathers the input of a linear, and in which order its rows are.
+
+    Most operators do not depend on the order of tokens, so slices stay as they arrive. Attention does: q, k, v and its output,
+    which are narrower than the gathered input, are copied into the order of the sequence and back.
+    """
+
+    dim: int = RANKS
+    attention: bool = False
+    """the other side of the linear has the order of the sequence"""
+
+    def by_sequence(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """[ranks·b, s/ranks, n] as [b, s, n]; a view if b is 1."""
+        return torch.unflatten(x, 0, (axis.size, -1)).transpose(0, 1).flatten(1, 2) if self.attention else x
+
+    def by_rank(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """The inverse."""
+        return torch.unflatten(x, 1, (axis.size, -1)).transpose(0, 1).flatten(0, 1) if self.attention else x
+
+
 class _MultiLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, sequence, deferred, gemms, count, *tensors):  # type: ignore[no-untyped-def]
         weights, biases = tensors[:count], tensors[count:]
 
         def compute() -> tuple[torch.Tensor, ...]:
-            whole = comm.all_gather(x, axis, SEQUENCE) if sequence else x
-            return tuple(gemms.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+            whole = comm.all_gather(x, axis, sequence.dim) if sequence else x
+            products = (gemms.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+            return tuple(sequence.by_sequence(product, axis) if sequence else product for product in products)
 
         ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
         ctx.has_bias = [bias is not None for bias in biases]
@@ -70,9 +93,10 @@ class _MultiLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
-        axis, deferred, gemms = ctx.axis, ctx.deferred, ctx.gemms
+        axis, sequence, deferred, gemms = ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms
         # A deferred gradient gathers its input when it runs: until then only the slice stays in memory.
-        gathering = comm.all_gather_start(x, axis, SEQUENCE) if ctx.sequence and not deferred.open else None
+        gathering = comm.all_gather_start(x, axis, sequence.dim) if sequence and not deferred.open else None
+        grads = tuple(sequence.by_rank(grad, axis) for grad in grads) if sequence else grads
         dx = None
         if ctx.needs_input_grad[0]:
             dx = gemms.grad_input(grads[0], weights[0])
@@ -81,9 +105,13 @@ class _MultiLinearFunction(torch.autograd.Function):
         whole = gathering.wait() if gathering is not None else x
         reduction = None
         if dx is not None:
-            reduction = comm.reduce_scatter_start(dx, axis, SEQUENCE) if ctx.sequence else comm.all_reduce_start(dx, axis)
+            reduction = comm.reduce_scatter_start(dx, axis, sequence.dim) if sequence else comm.all_reduce_start(dx, axis)
         if deferred.open:
-            deferred.pending.append(_deferred_grads(x, axis if ctx.sequence else SINGLE_RANK, grads, ctx.parameters, gemms))
+
+            def gathered() -> torch.Tensor:
+                return comm.all_gather(x, axis, sequence.dim) if sequence else x
+
+            deferred.pending.append(_deferred_grads(gathered, grads, ctx.parameters, gemms))
             dw: list[torch.Tensor | None] = [None] * len(weights)
         else:
             dw = [gemms.grad_weight(grad, whole) for grad in grads]
@@ -97,8 +125,8 @@ class _RowParallelFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, axis, sequence, deferred, gemms, result):  # type: ignore[no-untyped-def]
         def compute() -> tuple[torch.Tensor, ...]:
-            part = gemms.forward(x, weight)
-            return (comm.reduce_scatter(part, axis, SEQUENCE) if sequence else comm.all_reduce(part, axis),)
+            part = gemms.forward(sequence.by_rank(x, axis) if sequence else x, weight)
+            return (comm.reduce_scatter(part, axis, sequence.dim) if sequence else comm.all_reduce(part, axis),)
 
         ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
         ctx.parameter = weight
@@ -109,23 +137,30 @@ class _RowParallelFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        gemms, deferred = ctx.gemms, ctx.deferred
-        grad = comm.all_gather(grads[0], ctx.axis, SEQUENCE) if ctx.sequence else grads[0]
+        axis, sequence, gemms, deferred = ctx.axis, ctx.sequence, ctx.gemms, ctx.deferred
+        grad = comm.all_gather(grads[0], axis, sequence.dim) if sequence else grads[0]
         dx = gemms.grad_input(grad, weight) if ctx.needs_input_grad[0] else None
+        if dx is not None and sequence:
+            dx = sequence.by_sequence(dx, axis)
+
+        def ordered() -> torch.Tensor:
+            rows: torch.Tensor = sequence.by_rank(x, axis) if sequence else x
+            return rows
+
         if deferred.open:
-            deferred.pending.append(_deferred_grads(x, SINGLE_RANK, [grad], [ctx.parameter], gemms))
-        dw = None if deferred.open else gemms.grad_weight(grad, x)
+            deferred.pending.append(_deferred_grads(ordered, [grad], [ctx.parameter], gemms))
+        dw = None if deferred.open else gemms.grad_weight(grad, ordered())
         return dx, dw, None, None, None, None, None
 
 
 def _deferred_grads(
-    x: torch.Tensor, axis: Axis, grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], gemms: PlainGemms
+    inputs: Callable[[], torch.Tensor], grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], gemms: PlainGemms
 ) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
-        whole = comm.all_gather(x, axis, SEQUENCE)
+        x = inputs()
         for grad, parameter in zip(grads, parameters, strict=True):
-            add_gradient(parameter, gemms.grad_weight(grad, whole))
+            add_gradient(parameter, gemms.grad_weight(grad, x))
 
     return run
 
@@ -136,7 +171,7 @@ def multi_linear(
     biases: Sequence[torch.Tensor | None],
     deferred: DeferredWeightGrads,
     axis: Axis,
-    sequence: bool,
+    sequence: GatheredInput | None,
     gemms: PlainGemms,
 ) -> tuple[torch.Tensor, ...]:
     """x·wᵀ + b for each weight. The input is replicated over the axis, or sharded along the sequence; dx is reduced over it."""
@@ -152,7 +187,11 @@ class _TensorParallelModule(nn.Module):
     weight: torch.Tensor
 
     def __init__(
-        self, plain: nn.Module, axis: Axis, sequence: bool = False, deferred: DeferredWeightGrads | None = None
+        self,
+        plain: nn.Module,
+        axis: Axis,
+        sequence: GatheredInput | None = None,
+        deferred: DeferredWeightGrads | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not that of the plain class, which would create parameters
         for name in ("weight", "bias"):
@@ -324,19 +363,20 @@ def _shrink(model: Transformer, name: str, shard: Shard) -> None:
 
 
 def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
+    by_sequence = GatheredInput(SEQUENCE) if sequence else None
     for block in model.each_block():
-        attention = block.attention
-        attention.qkv = ColumnParallelLinear(attention.qkv, axis, sequence, deferred)
-        attention.out = RowParallelLinear(attention.out, axis, sequence, deferred)
+        attention, ordered = block.attention, GatheredInput(attention=True) if sequence else None
+        attention.qkv = ColumnParallelLinear(attention.qkv, axis, ordered, deferred)
+        attention.out = RowParallelLinear(attention.out, axis, ordered, deferred)
         block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:
         embed: Embedding = model.embed
-        embed.tokens = VocabParallelEmbedding(embed.tokens, axis, sequence)
+        embed.tokens = VocabParallelEmbedding(embed.tokens, axis, by_sequence)
         if embed.positions is not None and sequence:
             embed.positions = SequenceParallelPositions(embed.positions, axis)
     if model.head is not None and axis.size > 1:
         # The head's weight gradient is never deferred: the gradient of all logits would stay allocated until it runs.
-        model.head.linear = VocabParallelLinear(model.head.linear, axis, sequence)
+        model.head.linear = VocabParallelLinear(model.head.linear, axis, by_sequence)
         model.head.criterion = VocabParallelCrossEntropy(axis)
 
 
@@ -344,8 +384,9 @@ def _parallel_mlp(
     mlp: MLP | MixtureOfExperts, axis: Axis, sequence: bool, deferred: DeferredWeightGrads
 ) -> MLP | MixtureOfExperts:
     if isinstance(mlp, MLP):
-        mlp.inputs = ColumnParallelLinear(mlp.inputs, axis, sequence, deferred)
-        mlp.down = RowParallelLinear(mlp.down, axis, sequence, deferred)
+        gathered = GatheredInput() if sequence else None
+        mlp.inputs = ColumnParallelLinear(mlp.inputs, axis, gathered, deferred)
+        mlp.down = RowParallelLinear(mlp.down, axis, gathered, deferred)
         return mlp
     if deferred.used:
         ParallelExperts.of(mlp).push_deferred = deferred.push
