@@ -26,7 +26,9 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
     [
         ({"gas": 2}, "single_microbatch"),
         ({"dp": 2}, "single_microbatch cuda_graphs"),
-        ({"tp": 2}, "fused compiled loss single_microbatch cuda_graphs"),
+        ({"tp": 2}, "compiled loss single_microbatch cuda_graphs"),
+        ({"tp": 2, "sequence_parallel": False}, "fused compiled loss single_microbatch cuda_graphs"),
+        ({"tp": 2, "recompute": "full"}, "fused compiled loss single_microbatch cuda_graphs"),
         ({"cp": 2}, "fused compiled single_microbatch cuda_graphs"),
         ({"pp": 2, "gas": 2}, "single_microbatch cuda_graphs"),
         ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss single_microbatch cuda_graphs"),

@@ -459,6 +459,11 @@ def test_exports_and_the_report_download(address: str, page: Any) -> None:
         page.get_by_role("button", name="report.html").click()
     assert "<!doctype html>" in Path(waiting.value.path()).read_text(encoding="utf-8")[:100]
     page.get_by_role("button", name="export").click()
+    page.get_by_text("megatron", exact=True).click()
+    page.wait_for_selector("text=GiB of 79.1 in Megatron-LM: plan for the engine megatron-core")
+    page.goto(f"{address}/?model=llama-3.2-1b&nodes=1&framework=megatron-core")
+    first_layout(page)
+    page.get_by_role("button", name="export").click()
     with page.expect_download() as waiting:
         page.get_by_text("megatron", exact=True).click()
     assert "run.sh" in zipfile.ZipFile(waiting.value.path()).namelist()

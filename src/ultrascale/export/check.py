@@ -62,6 +62,15 @@ class ExportCheck:
         pairs = (self.planned.step_time_s, self.actual.step_time_s), (self.planned.peak_gib, self.actual.peak_gib)
         return all(abs(other / one - 1) <= CLOSE for one, other in pairs)
 
+    def refusal(self) -> str:
+        """Why the engine gets no file, in words."""
+        title = self.engine.title
+        if self.actual is not None and self.fitted and not self.actual.fits:
+            why = f"needs {self.actual.peak_gib:,.1f} GiB of {self.actual.capacity_gib:,.1f} in {title}"
+        else:
+            why = f"would be another in {title}: {', '.join(one.field for one in self.differences)}"
+        return f"the plan {why}: plan for the engine {self.engine.framework}"
+
 
 def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:
     """The file as its engine reads it. What the user's program sets, and the GPUs, are taken from the plan."""

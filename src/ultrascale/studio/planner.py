@@ -341,9 +341,7 @@ class Planner:
                 else:
                     exported = targets.engine_files(self.plan, to, None, to)
                     if not exported.same:
-                        engine, changed = exported.checks[0].engine, exported.checks[0].differences
-                        fields = ", ".join(one.field for one in changed)
-                        raise SpecError(f"{engine.title} would run another {fields}: plan for the engine {engine.framework}")
+                        raise SpecError(exported.checks[0].refusal())
                     files = exported.files
                 ui.download.content(_zipped(files), f"{to}.zip")
 

@@ -17,7 +17,7 @@ from ultrascale.kernels import autotune, compile, float8, fused, loss, selection
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer, full_weight
-from ultrascale.parallel import context, expert, recompute, tensor, zero
+from ultrascale.parallel import context, expert, fused_block, recompute, tensor, zero
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
@@ -99,7 +99,9 @@ def _chunk(
         shards = tensor.apply(module, mesh, deferred)  # first: the other techniques read this rank's sizes
         expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
-        if own.fused:
+        if own.fused and mesh.tp.size > 1:
+            fused_block.apply(module, mesh.tp)
+        elif own.fused:
             fused.apply(module)
         else:
             # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.

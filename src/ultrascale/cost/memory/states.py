@@ -47,13 +47,20 @@ def uncut(columns: LayoutColumns) -> Array:
 
 def eager(job: Job, columns: LayoutColumns) -> Array:
     """Layers that run operator by operator in an engine whose allocations were traced."""
-    return np.asarray(job.framework.exact_memory_trace & ~(uncut(columns) & job.framework.fused_blocks))
+    whole = uncut(columns) & job.framework.fused_blocks
+    return np.asarray(job.framework.exact_memory_trace & ~whole & ~uses_fused_blocks(job, columns))
 
 
 def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
-    """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is."""
+    """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is.
+
+    Layers that tp cuts have them with sequence parallelism, unless they are in fp8 or recomputed in full.
+    """
     fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
-    return np.asarray(uncut(columns) & (fits and fused_blocks_problem(job.model, job.seq) is None))
+    fits = fits and fused_blocks_problem(job.model, job.seq) is None
+    cut = (columns.tp > 1) & (columns.sequence_parallel == 1) & (columns.cp == 1) & ~columns.split_backward
+    cut = cut & ~columns.is_("recompute", "full") & (job.precision != "fp8")
+    return np.asarray((uncut(columns) | cut) & fits)
 
 
 def fused_blocks_problem(model: Model, seq: int) -> str | None:

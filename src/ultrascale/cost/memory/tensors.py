@@ -116,8 +116,8 @@ def _layers_done(chunk: ChunkMemory, moe: bool) -> list[Array]:
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
     """In which rows an event happens, for those that do not in all."""
     job, columns, event = chunk.job, chunk.columns, LayerEvent
-    whole = uncut(columns) & job.framework.fused_blocks
     fused = uses_fused_blocks(job, columns) & ~columns.is_("recompute", "full") & (not moe)
+    whole = (uncut(columns) & job.framework.fused_blocks) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
         **dict.fromkeys((event.FUSED_GATE, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM, event.FUSED_UP_WEIGHTS), fused),
@@ -163,6 +163,10 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     yield activation("gradient of the norm's output", residual, event.FUSED_NORM, event.COMPILED)
     yield activation("norm's output, computed again", residual, event.FUSED_NORM, event.COMPILED)
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
+    yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, event.COMPILED)
+    yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, event.COMPILED)
     yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
     copies = np.where(chunk.holds_fresh_gradients, 2 * weight, 0.0)
     yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)

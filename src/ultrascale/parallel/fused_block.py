@@ -1,0 +1,116 @@
+"""The fused block (kernels/fused.py) where tensor parallelism cuts its layers, with sequence parallelism.
+
+Norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens and this rank's columns
+or rows. What a GEMM needs whole is gathered, what it yields in parts is summed and scattered. In backward both overlap with a
+GEMM: the norm's output is gathered while the input gradient is computed, which is scattered while weight gradients are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ultrascale.kernels import fused
+from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel, joined
+from ultrascale.model.transformer import Block, Transformer
+from ultrascale.parallel import comm
+from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.tensor import GatheredInput
+
+ORDER = GatheredInput(attention=True)
+
+
+def apply(model: Transformer, axis: Axis) -> None:
+    """Replaces all blocks, whose linears are already cut, by fused ones; names and parameters stay."""
+    for name, block in model.blocks.items():
+        model.blocks[name] = TensorParallelFusedBlock(cast(Block, block), axis)
+
+
+class TensorParallelFusedBlock(FusedBlock):
+    def __init__(self, plain: Block, axis: Axis) -> None:
+        super().__init__(plain)
+        self.axis = axis
+
+    def qkv_rotary(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _FusedQKV.apply(*arguments, self.axis)  # type: ignore[no-untyped-call, no-any-return]
+
+    def out_mlp(self, *arguments: Any) -> Tensor:
+        return _FusedOutputAndMLP.apply(*arguments, self.mlp_kernel, self.axis)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _FusedQKV(torch.autograd.Function):
+    """Norm, QKV projection and rotary embedding; also returns the input, so that its gradients are summed in one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, eps: float, dim: int,
+        axis: Axis,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        _, normed, scales = fused.norm(x.flatten(0, 1), None, gain, eps)
+        parts = comm.all_gather(normed, axis) @ joined(q, k, v).t()
+        joint = ORDER.by_sequence(parts.view(-1, x.shape[1], parts.shape[1]), axis).reshape(len(parts), -1, dim)
+        heads, kv_heads = len(q) // dim, len(k) // dim
+        fused.rotate_(joint, heads, kv_heads, (cos, sin))
+        ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
+        ctx.eps, ctx.axis = eps, axis
+        whole = joint.view(len(x), -1, *joint.shape[1:])
+        rotated_q, rotated_k, values = torch.split(whole, [heads, kv_heads, kv_heads], dim=2)
+        return x.view_as(x), rotated_q, rotated_k, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, scales, gain, q, k, v, cos, sin = ctx.saved_tensors
+        axis, rows = ctx.axis, x.flatten(0, 1)
+        gathering = comm.all_gather_start(fused.norm(rows, None, gain, ctx.eps)[1], axis)
+        grad_q, grad_k, grad_v = (grad.contiguous().flatten(0, 1) for grad in grads)
+        joint = fused.rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
+        joint = ORDER.by_rank(joint.view(len(x), -1, joint.shape[1]), axis).reshape(joint.shape)
+        reduction = comm.reduce_scatter_start(joint @ joined(q, k, v), axis)
+        grad_weights = torch.split(joint.t() @ gathering.wait(), [len(q), len(k), len(v)])
+        grad_x, grad_gain, _ = fused.norm_backward(reduction.wait(), rows, scales, gain, past.flatten(0, 1))
+        return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None
+
+
+class _FusedOutputAndMLP(torch.autograd.Function):
+    """Output projection, residual sum with the norm, and the gated MLP."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
+        mlp_kernel: GatedMLPKernel, axis: Axis,
+    ) -> Tensor:  # fmt: skip
+        summed = comm.reduce_scatter(_by_rank(attended, axis) @ out.t(), axis)
+        total, normed, scales = fused.norm(summed, x.flatten(0, 1), gain, eps)
+        both, gated = mlp_kernel.forward(comm.all_gather(normed, axis), gate_, up)
+        ctx.save_for_backward(attended, total, scales, both, out, gain, gate_, up, down)
+        ctx.eps, ctx.mlp_kernel, ctx.axis = eps, mlp_kernel, axis
+        return total.view_as(x) + comm.reduce_scatter(gated @ down.t(), axis).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attended, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
+        mlp_kernel, axis, own = ctx.mlp_kernel, ctx.axis, grad.contiguous().flatten(0, 1)
+        whole = comm.all_gather(own, axis)
+        gathering = comm.all_gather_start(fused.norm(total, None, gain, ctx.eps)[1], axis)
+        grad_both, gated = mlp_kernel.backward(whole, down, both)
+        grad_down = whole.t() @ gated
+        del whole, gated
+        reduction = comm.reduce_scatter_start(mlp_kernel.grad_input(grad_both, gate_, up), axis)
+        grad_gate, grad_up = mlp_kernel.grad_weights(grad_both, gathering.wait())
+        del grad_both, gathering
+        grad_total, grad_gain, _ = fused.norm_backward(reduction.wait(), total, scales, gain, own)
+        del reduction
+        whole = comm.all_gather(grad_total, axis)
+        rows = ORDER.by_sequence((whole @ out).view(-1, grad.shape[1], out.shape[1]), axis)
+        grad_inputs = grad_total.view_as(grad), rows.reshape(attended.shape)
+        return *grad_inputs, whole.t() @ _by_rank(attended, axis), grad_gain, grad_gate, grad_up, grad_down, None, None, None
+
+
+def _by_rank(attended: Tensor, axis: Axis) -> Tensor:
+    """Attention's output [b, s, heads, d] as rows [n, heads·d], one rank's slices of sequences after another's."""
+    return ORDER.by_rank(attended.flatten(2), axis).flatten(0, 1)
