@@ -44,7 +44,7 @@ def advised(text: str) -> list[str]:
         request("llama-3-8b", "8xh100", Layout(dp=8, mbs=4, gas=4)),
         request("llama-3-8b", "8xh100", Layout(dp=8, zero=1, mbs=8, gas=2)),
         request("llama-3-8b", "4xa100", Layout(dp=2, tp=2, zero=2, mbs=4, gas=2, recompute="selective")),
-        request("llama-3-70b", "64xh100", Layout(dp=8, tp=8, mbs=1, gas=16, zero=1)),
+        request("llama-3-70b", "64xh100", Layout(dp=8, tp=8, mbs=4, gas=4, zero=1)),
         request("llama-3-70b", "64xh100", Layout(dp=16, tp=4, mbs=1, gas=8)),
     ],
     ids=lambda one: f"{one.job.model.name} {one.layout}",
