@@ -52,7 +52,7 @@ def by_brute_force(of: Job, loops: int = 8) -> set[Layout]:
                 context_parallel=variant, schedule=pair[0], virtual_stages=pair[1],
             )  # fmt: skip
             if problem(of, layout) is None:
-                found.add(layout)
+                found |= {layout.changed(dispatcher=one) for one in ("alltoall", *(("deepep",) if ep > 1 else ()))}
     return found
 
 
