@@ -35,13 +35,13 @@ class TensorParallelFusedBlock(FusedBlock):
         self.axis = axis
 
     def qkv_rotary(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _FusedQKV.apply(*arguments, self.axis)  # type: ignore[no-untyped-call, no-any-return]
+        return _TensorParallelQKV.apply(*arguments, self.axis)  # type: ignore[no-untyped-call, no-any-return]
 
     def out_mlp(self, *arguments: Any) -> Tensor:
-        return _FusedOutputAndMLP.apply(*arguments, self.mlp_kernel, self.axis)  # type: ignore[no-untyped-call, no-any-return]
+        return _TensorParallelOutputAndMLP.apply(*arguments, self.mlp_kernel, self.axis)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _FusedQKV(torch.autograd.Function):
+class _TensorParallelQKV(torch.autograd.Function):
     """Norm, QKV projection and rotary embedding; also returns the input, so that its gradients are summed in one kernel."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class _FusedQKV(torch.autograd.Function):
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None
 
 
-class _FusedOutputAndMLP(torch.autograd.Function):
+class _TensorParallelOutputAndMLP(torch.autograd.Function):
     """Output projection, residual sum with the norm, and the gated MLP."""
 
     @staticmethod
