@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import Cluster, Job, Layout, Model, plan
-from ultrascale.cost import table
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.table import SearchTable
 from ultrascale.cost.timeline import memory_timeline, simulated
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.schedules import StageTimes
@@ -51,7 +51,7 @@ def layouts_per_second(one: Job) -> tuple[int, float]:
 
     def work() -> None:
         nonlocal layouts
-        tables = (table.evaluate(one, g.columns, g.variants, machine, capacity) for g in cores(one, LayoutConstraints()))
+        tables = (SearchTable(one, g.columns, g.variants, machine).evaluate(capacity) for g in cores(one, LayoutConstraints()))
         layouts = sum(int(cells.legal.sum()) for cells in tables)
 
     seconds = best_of(3, work)

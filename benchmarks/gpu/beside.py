@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -41,29 +41,50 @@ def ours(name: str, mbs: int, steps: int) -> Turn:
     return Turn("ultrascale", row.step_ms, row.tokens_per_s, row.allocated_gib, gpu)
 
 
-def torchtitan(name: str, mbs: int, steps: int) -> Turn:
+class TitanTrainer(NamedTuple):
+    """torchtitan's own model, loss and optimizers."""
+
+    model: Any
+    loss: Callable[..., Any]
+    optimizers: Any
+    arguments: Any
+
+
+def titan_config(seq: int, mbs: int, recompute: str = "none") -> Any:
     from torchtitan.config import JobConfig
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as distributed
-    from torchtitan.models.llama3 import get_train_spec
 
     config = JobConfig()
-    config.training.seq_len, config.training.local_batch_size = SEQ, mbs
+    config.training.seq_len, config.training.local_batch_size = seq, mbs
     config.compile.enable = True
-    config.activation_checkpoint.mode = "none"
+    config.activation_checkpoint.mode = recompute
     config.optimizer.implementation = "fused"
-    alone = ParallelDims(dp_shard=1, dp_replicate=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    return config
+
+
+def titan_trainer(shape: Model, config: Any, dims: Any) -> TitanTrainer:
+    """Parallelized, compiled and initialized as its trainer does it."""
+    from torchtitan.models.llama3 import get_train_spec
+
     spec = get_train_spec()
-    arguments = model_arguments(MODELS[name], SEQ, type(next(iter(spec.model_args.values()))))
+    arguments = model_arguments(shape, config.training.seq_len, type(next(iter(spec.model_args.values()))))
     with torch.device("meta"):
         model = spec.model_cls(arguments)
-    loss_of = spec.build_loss_fn(config, parallel_dims=alone)
-    model = spec.parallelize_fn(model, alone, config)
+    loss = spec.build_loss_fn(config, parallel_dims=dims)
+    model = spec.parallelize_fn(model, dims, config)
     model.to_empty(device="cuda")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()
-    optimizers = spec.build_optimizers_fn([model], config.optimizer, alone)
+    return TitanTrainer(model, loss, spec.build_optimizers_fn([model], config.optimizer, dims), arguments)
+
+
+def torchtitan(name: str, mbs: int, steps: int) -> Turn:
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as distributed
+
+    config = titan_config(SEQ, mbs)
+    alone = ParallelDims(dp_shard=1, dp_replicate=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    model, loss_of, optimizers, arguments = titan_trainer(MODELS[name], config, alone)
     autocast = distributed.maybe_enable_amp(alone, config.training.mixed_precision_param, "cuda")
     generator = torch.Generator().manual_seed(0)
 
@@ -78,7 +99,12 @@ def torchtitan(name: str, mbs: int, steps: int) -> Turn:
         distributed.clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
         optimizers.step()
 
-    for _ in range(WARM_UP):
+    return timed("torchtitan", mbs * SEQ, steps, WARM_UP, step)
+
+
+def timed(engine: str, tokens: int, steps: int, warm_up: int, step: Callable[[], object]) -> Turn:
+    """The mean of some steps; `tokens` in each."""
+    for _ in range(warm_up):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -88,7 +114,7 @@ def torchtitan(name: str, mbs: int, steps: int) -> Turn:
     torch.cuda.synchronize()
     each_s = (time.perf_counter() - start) / steps
     peak = torch.cuda.max_memory_allocated() / GIB
-    return Turn("torchtitan", each_s * 1e3, mbs * SEQ / each_s, peak, torch.cuda.get_device_name())
+    return Turn(engine, each_s * 1e3, tokens / each_s, peak, torch.cuda.get_device_name())
 
 
 def model_arguments(model: Model, seq: int, kind: Callable[..., Any]) -> Any:

@@ -13,15 +13,13 @@ import importlib.metadata
 import importlib.util
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
 import torch
-from beside import Turn, model_arguments
+from beside import Turn, timed, titan_config, titan_trainer
 from rich.console import Console
 from rich.table import Table
 from step import machine
@@ -31,7 +29,6 @@ from ultrascale.launch import local
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.training import Training
-from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 
@@ -44,7 +41,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What rank 0 computes."""
 
     model: str
@@ -52,6 +49,11 @@ class Work:
     seq: int
     steps: int
     layout: Layout
+
+    @property
+    def tokens(self) -> int:
+        """Of this data-parallel rank in a step."""
+        return self.layout.mbs * self.layout.gas * self.seq
 
     @property
     def shape(self) -> Model:
@@ -67,22 +69,7 @@ class RandomBatches:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def timed(engine: str, work: Work, step: Callable[[], object]) -> Turn:
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    for _ in range(work.steps):
-        step()
-    torch.cuda.synchronize()
-    each_s = (time.perf_counter() - start) / work.steps
-    tokens = work.layout.mbs * work.layout.gas * work.seq
-    peak = torch.cuda.max_memory_allocated() / GIB
-    return Turn(engine, each_s * 1e3, tokens / each_s, peak, torch.cuda.get_device_name())
-
-
-def ours(work: Work) -> Turn:
+def ours(work: RankWork) -> Turn:
     layout, model = work.layout, work.shape
     job = Job(
         model=model,
@@ -95,20 +82,20 @@ def ours(work: Work) -> Turn:
         batches = cast(Batches, RandomBatches(work.seq, model.vocab))
         engine = build_engine(job, mesh, Training.model_validate({"steps": 1000}), batches)
         without_values(engine)
-        return timed("ultrascale", work, lambda: engine.step(0))
+        return timed("ultrascale", work.tokens, work.steps, WARM_UP, lambda: engine.step(0))
 
 
-class Anything(type):
-    """A class that has every attribute: more of these."""
+class StubType(type):
+    """A class whose attributes are such classes too."""
 
-    def __getattr__(cls, name: str) -> Anything:
-        return anything(name)
+    def __getattr__(cls, name: str) -> StubType:
+        return stub(name)
 
 
-def anything(name: str) -> Anything:
+def stub(name: str) -> StubType:
     if name.startswith("__"):
         raise AttributeError(name)
-    return Anything(name, (), {})
+    return StubType(name, (), {})
 
 
 class DataPipelineStub:
@@ -121,25 +108,19 @@ class DataPipelineStub:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
-        module.__version__, module.__getattr__ = "99.0", anything  # type: ignore[attr-defined, method-assign]
+        module.__version__, module.__getattr__ = "99.0", stub  # type: ignore[attr-defined, method-assign]
         return module
 
     def exec_module(self, _: ModuleType) -> None:
         return
 
 
-def torchtitan(work: Work) -> Turn:
+def torchtitan(work: RankWork) -> Turn:
     sys.meta_path.append(DataPipelineStub())  # last: where a package is installed, it is used
-    from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as distributed
-    from torchtitan.models.llama3 import get_train_spec
 
-    layout, config = work.layout, JobConfig()
-    config.training.seq_len, config.training.local_batch_size = work.seq, layout.mbs
-    config.compile.enable = True
-    config.activation_checkpoint.mode = layout.recompute
-    config.optimizer.implementation = "fused"
+    layout, config = work.layout, titan_config(work.seq, work.layout.mbs, work.layout.recompute)
     config.parallelism.tensor_parallel_degree = layout.tp
     config.parallelism.context_parallel_degree = layout.cp
     with single_rank_world(0, layout.gpus):
@@ -147,17 +128,7 @@ def torchtitan(work: Work) -> Turn:
             dp_shard=layout.dp, dp_replicate=1, cp=layout.cp, tp=layout.tp, pp=1, ep=1, etp=1, world_size=layout.gpus
         )
         dims.build_mesh()
-        spec = get_train_spec()
-        arguments = model_arguments(work.shape, work.seq, type(next(iter(spec.model_args.values()))))
-        with torch.device("meta"):
-            model = spec.model_cls(arguments)
-        loss_of = spec.build_loss_fn(config, parallel_dims=dims)
-        model = spec.parallelize_fn(model, dims, config)
-        model.to_empty(device="cuda")
-        with torch.no_grad():
-            model.init_weights(buffer_device=None)
-        model.train()
-        optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
+        model, loss_of, optimizers, arguments = titan_trainer(work.shape, config, dims)
         batches = RandomBatches(work.seq, arguments.vocab_size)
         train_context = distributed.get_train_context(not config.parallelism.disable_loss_parallel and layout.tp > 1)
 
@@ -176,7 +147,7 @@ def torchtitan(work: Work) -> Turn:
             distributed.clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
             optimizers.step()
 
-        return timed("torchtitan", work, step)
+        return timed("torchtitan", work.tokens, work.steps, WARM_UP, step)
 
 
 def context_slices(inputs: torch.Tensor, targets: torch.Tensor, dims: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -186,7 +157,7 @@ def context_slices(inputs: torch.Tensor, targets: torch.Tensor, dims: Any) -> tu
     return prepare_context_parallel_input(inputs, targets, {}, dims.get_mesh("cp"), inputs.device)  # type: ignore[no-any-return]
 
 
-def in_own_process(engine: str, work: Work) -> Turn:
+def in_own_process(engine: str, work: RankWork) -> Turn:
     def rank(_: int, __: int, ___: str) -> Turn:
         return {"ultrascale": ours, "torchtitan": torchtitan}[engine](work)
 
@@ -216,7 +187,7 @@ def main() -> None:
         gas=options.gas, recompute=options.recompute,
     )  # fmt: skip
     layers = options.layers or MODELS[options.model].layers
-    work = Work(options.model, layers, options.seq, options.steps, layout)
+    work = RankWork(options.model, layers, options.seq, options.steps, layout)
     engines = [*([options.beside] if options.beside else []), "ultrascale"]
     turns = [in_own_process(engine, work) for _ in range(options.turns) for engine in engines]
     beside = f" · torchtitan {importlib.metadata.version('torchtitan')}" if options.beside else ""

@@ -11,7 +11,7 @@ from ultrascale.cost import operators
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import FULL_WORK, ClusterRates, Workload
 from ultrascale.cost.step import component_times as pieces_of
-from ultrascale.cost.table import evaluate
+from ultrascale.cost.table import SearchTable
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 
@@ -42,7 +42,7 @@ def test_a_narrow_model_boosts_and_a_wide_one_does_not() -> None:
 
 def test_search_and_estimate_agree() -> None:
     job, layout = job_of("smollm2-135m", 2048, 4, boost=1.25), Layout(mbs=4)
-    cells = evaluate(job, LayoutColumns.of([layout]), [("1f1b", 1)], ClusterRates(job), 2.0**40)
+    cells = SearchTable(job, LayoutColumns.of([layout]), (("1f1b", 1),), ClusterRates(job)).evaluate(2.0**40)
     assert cells.step_s[0, 0] == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
 
 

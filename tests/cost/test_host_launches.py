@@ -10,7 +10,7 @@ from ultrascale import Cluster, Job, Layout, estimate
 from ultrascale.cost import host
 from ultrascale.cost.columns import LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.table import evaluate
+from ultrascale.cost.table import SearchTable
 from ultrascale.cost.timeline import simulated
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
@@ -131,7 +131,7 @@ def test_micro_batches_share_the_launch_queue() -> None:
 def test_search_and_estimate_agree(each_s: float) -> None:
     job = job_of(gas=2, kernel_launch_s=each_s)
     layouts = [Layout(gas=2), Layout(gas=2, recompute="full")]
-    cells = evaluate(job, LayoutColumns.of(layouts), [("1f1b", 1)], ClusterRates(job), 2.0**40)
+    cells = SearchTable(job, LayoutColumns.of(layouts), (("1f1b", 1),), ClusterRates(job)).evaluate(2.0**40)
     for layout, step_s in zip(layouts, cells.step_s[:, 0], strict=True):
         assert step_s == pytest.approx(estimate(job, layout).step_time_s, rel=1e-9)
 

@@ -11,7 +11,7 @@ from ultrascale.cost import host
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.operators import accumulate_s
-from ultrascale.cost.table import evaluate
+from ultrascale.cost.table import SearchTable
 from ultrascale.specs.efficiency import Efficiency
 
 MODEL = Model.load("llama-3.2-1b")
@@ -49,7 +49,7 @@ def test_a_single_micro_batch_has_no_gradient_accumulation() -> None:
 def test_the_search_distinguishes_one_micro_batch_from_two() -> None:
     job = job_of(2)
     layouts = [Layout(gas=1), Layout(gas=2)]
-    table = evaluate(job, LayoutColumns.of(layouts), [("1f1b", 1)], ClusterRates(job), 2.0**40)
+    table = SearchTable(job, LayoutColumns.of(layouts), (("1f1b", 1),), ClusterRates(job)).evaluate(2.0**40)
     for layout, step_s in zip(layouts, table.step_s[:, 0], strict=True):
         alone = job.changed(batch_tokens=layout.batch_tokens(4096))
         assert step_s == pytest.approx(estimate(alone, layout).step_time_s, rel=1e-6)

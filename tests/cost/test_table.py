@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from random_layouts import sample
 
-from ultrascale.cost import stages, table
+from ultrascale.cost import stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
+from ultrascale.cost.table import BLOCK, SearchTable
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
@@ -30,9 +31,8 @@ def heaviest_chunk(job: Job, layout: Layout) -> float:
 
 
 def closed_form(job: Job, layout: Layout) -> tuple[float, float]:
-    cells = table.evaluate(
-        job, LayoutColumns.of([layout]), [(layout.schedule, layout.virtual_stages)], ClusterRates(job), capacity_bytes=np.inf
-    )
+    variants = ((layout.schedule, layout.virtual_stages),)
+    cells = SearchTable(job, LayoutColumns.of([layout]), variants, ClusterRates(job)).evaluate(np.inf)
     assert cells.legal[0, 0]
     return float(cells.step_s[0, 0]), float(cells.peak_bytes[0, 0])
 
@@ -122,7 +122,7 @@ def test_cells_that_do_not_fit_have_no_time() -> None:
     capacity = job.cluster.gpu.memory_gib * GIB
     counts = {"fits": 0, "over": 0, "illegal": 0}
     for group in cores(job, LayoutConstraints()):
-        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
+        cells = SearchTable(job, group.columns, group.variants, ClusterRates(job)).evaluate(capacity)
         over = cells.peak_bytes > capacity
         assert np.array_equal(np.isfinite(cells.step_s), cells.legal & ~over)
         for name, mask in (("fits", cells.legal & ~over), ("over", cells.legal & over), ("illegal", ~cells.legal)):
@@ -133,7 +133,7 @@ def test_cells_that_do_not_fit_have_no_time() -> None:
 def test_the_table_agrees_with_legality_cell_by_cell() -> None:
     job = small_job()
     for group in cores(job, LayoutConstraints()):
-        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), np.inf)
+        cells = SearchTable(job, group.columns, group.variants, ClusterRates(job)).evaluate(np.inf)
         for core in range(0, len(group.columns), 97):
             for variant in range(len(group.variants)):
                 layout = cells.layouts(np.asarray([core]), np.asarray([variant])).layout(0)
@@ -145,9 +145,9 @@ def test_block_size_does_not_change_results() -> None:
     """A table larger than a block has the numbers of its rows alone."""
     job = small_job()
     group = next(iter(cores(job, LayoutConstraints())))
-    rows = np.resize(np.arange(len(group.columns)), table.BLOCK + 50)
-    whole = table.evaluate(job, group.columns.take(rows), group.variants, ClusterRates(job), np.inf)
-    few = table.evaluate(job, group.columns.take(rows[-50:]), group.variants, ClusterRates(job), np.inf)
+    rows = np.resize(np.arange(len(group.columns)), BLOCK + 50)
+    whole = SearchTable(job, group.columns.take(rows), group.variants, ClusterRates(job)).evaluate(np.inf)
+    few = SearchTable(job, group.columns.take(rows[-50:]), group.variants, ClusterRates(job)).evaluate(np.inf)
     assert np.array_equal(whole.step_s[-50:], few.step_s)
     assert np.array_equal(whole.peak_bytes[-50:], few.peak_bytes)
 
@@ -163,8 +163,8 @@ def test_a_capacity_does_not_change_layouts_that_fit() -> None:
     )
     capacity, some = 30 * GIB, 0
     for group in cores(job, LayoutConstraints()):
-        all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), np.inf)
-        cells = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
+        all_of_them = SearchTable(job, group.columns, group.variants, ClusterRates(job)).evaluate(np.inf)
+        cells = SearchTable(job, group.columns, group.variants, ClusterRates(job)).evaluate(capacity)
         fits = cells.legal & (all_of_them.peak_bytes <= capacity)
         assert np.array_equal(cells.legal, all_of_them.legal)
         assert np.array_equal(cells.fits, fits)
@@ -188,10 +188,10 @@ def test_a_longest_step_drops_only_longer_ones(model: str, cluster: str) -> None
     )
     capacity, dropped = job.cluster.gpu.memory_gib * GIB, 0
     for group in cores(job, LayoutConstraints.parse(["ep=8"] if job.model.moe else [])):
-        all_of_them = table.evaluate(job, group.columns, group.variants, ClusterRates(job), capacity)
+        all_of_them = SearchTable(job, group.columns, group.variants, ClusterRates(job)).evaluate(capacity)
         longest_s = float(np.quantile(all_of_them.step_s[all_of_them.fits], 0.2)) if all_of_them.fits.any() else 1.0
-        layouts = table.SearchTable(job, group.columns, group.variants, ClusterRates(job))
-        cells = layouts.evaluate(np.arange(len(group.columns)), capacity, longest_s)
+        layouts = SearchTable(job, group.columns, group.variants, ClusterRates(job))
+        cells = layouts.evaluate(capacity, longest_s)
         timed = np.isfinite(cells.step_s)
         assert np.array_equal(cells.fits, timed)
         assert np.array_equal(cells.peak_bytes[timed], all_of_them.peak_bytes[timed])
@@ -217,10 +217,10 @@ def test_lower_bounds_are_never_above_the_figures(model: str, cluster: str, fram
     draw, tight = np.random.default_rng(0), list[float]()
     for group in cores(job, LayoutConstraints()):
         rows = draw.permutation(len(group.columns))[:200]
-        layouts = table.SearchTable(job, group.columns, group.variants, ClusterRates(job))
-        cells = layouts.evaluate(rows, np.inf)
-        assert np.all(layouts.shortest_step_s()[rows, None] <= cells.step_s)
-        least = layouts.least_peak_bytes()[rows, None]
+        layouts = SearchTable(job, group.columns, group.variants, ClusterRates(job))
+        cells = layouts.evaluate(np.inf, rows=rows)
+        assert np.all(layouts.step_lower_bound_s()[rows, None] <= cells.step_s)
+        least = layouts.peak_lower_bound_bytes()[rows, None]
         assert np.all(np.where(cells.legal, least, 0.0) <= cells.peak_bytes)
         tight += np.ravel(least / cells.peak_bytes.min(axis=1, keepdims=True)).tolist()
     assert np.median(tight) > 0.5  # enough to exclude layouts

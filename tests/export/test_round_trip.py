@@ -67,7 +67,7 @@ def test_the_dispatcher_of_experts_is_exported(title: str, dispatcher: str) -> N
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_legal_layout_runs_as_planned_or_differs_by_name(engine: EngineFormat, seed: int) -> None:
     found = checked(engine, planned(*random_plan(seed)))
-    assert found.same or found.differences or (found.fitted and found.actual is not None and not found.actual.fits)
+    assert found.same or found.differences or (found.plan_fits and found.actual is not None and not found.actual.fits)
     if not found.differences:
         assert found.actual is not None
         assert found.actual.step_time_s == pytest.approx(found.planned.step_time_s)

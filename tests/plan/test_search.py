@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from builders import make_job
-from ultrascale.cost import table
 from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
+from ultrascale.cost.table import SearchTable
 from ultrascale.plan.candidates import LayoutConstraints, cores, rank
 from ultrascale.plan.search import LayoutPreview, plan
 from ultrascale.schedules import REGISTRY
@@ -100,7 +100,8 @@ def test_early_pruning_keeps_the_fastest_layouts() -> None:
     ranked = rank(of, LayoutConstraints(), "throughput", kept)
     capacity = of.cluster.gpu.memory_gib * GIB
     tables = [
-        table.evaluate(of, one.columns, one.variants, ClusterRates(of), capacity) for one in cores(of, LayoutConstraints())
+        SearchTable(of, one.columns, one.variants, ClusterRates(of)).evaluate(capacity)
+        for one in cores(of, LayoutConstraints())
     ]
     assert ranked.evaluated == sum(cells.legal.sum() for cells in tables)
     assert kept <= ranked.fitting < sum(cells.fits.sum() for cells in tables)

@@ -26,7 +26,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
-MIN_SIMILAR_RUNS = 12  # runs from which quantiles are read; fewer, and the circle is drawn wider
+MIN_SIMILAR_RUNS = 12  # for quantiles; with fewer, less similar runs are included
 LOW, HIGH = 0.10, 0.90
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from ultrascale.cost import communication, stages
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of, where
 from ultrascale.cost.hardware import ClusterRates, Workload
-from ultrascale.cost.memory.estimate import InFlightMicrobatches, PeakParts, least_parts, peak_parts
+from ultrascale.cost.memory.estimate import InFlightMicrobatches, PeakParts, lower_bound_parts, peak_parts
 from ultrascale.cost.step import ComponentTimes, component_times, depends_on, end_of_step
 from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan, stages_of
 from ultrascale.specs.job import Job
@@ -50,13 +50,6 @@ class Table:
         return LayoutColumns.from_mapping(rows)
 
 
-def evaluate(
-    job: Job, cores: LayoutColumns, variants: Sequence[ScheduleVariant], machine: ClusterRates, capacity_bytes: float
-) -> Table:
-    """All cells that fit."""
-    return SearchTable(job, cores, tuple(variants), machine).evaluate(np.arange(len(cores)), capacity_bytes)
-
-
 @dataclass(frozen=True)
 class SearchTable:
     """Cores of one pipeline degree and their variants: lower bounds of all, exact figures of those asked for."""
@@ -81,7 +74,7 @@ class SearchTable:
 
     def within(self, capacity_bytes: float) -> SearchTable:
         """The table without cores whose lower bound is above the capacity in every variant."""
-        rows = np.flatnonzero(self.least_peak_bytes() <= capacity_bytes)
+        rows = np.flatnonzero(self.peak_lower_bound_bytes() <= capacity_bytes)
         part = replace(self, cores=self.cores.take(rows))
         vars(part)["_groups"] = [(numbers, group.take(rows)) for numbers, group in self._groups]
         return part
@@ -90,18 +83,19 @@ class SearchTable:
     def legal_cells(self) -> int:
         return sum(int(group.legal(slice(None)).sum()) for _, group in self._groups)
 
-    def shortest_step_s(self) -> Array:
+    def step_lower_bound_s(self) -> Array:
         """A lower bound of each core's step time under any variant."""
-        return np.asarray(np.min([group.shortest_step_s for _, group in self._groups], axis=0))
+        return np.asarray(np.min([group.step_lower_bound_s for _, group in self._groups], axis=0))
 
-    def least_peak_bytes(self) -> Array:
+    def peak_lower_bound_bytes(self) -> Array:
         """A lower bound of each core's peak under any variant; infinite where none is legal."""
         every = slice(None)
-        least = [np.where(one.legal(every), one.least_peaks, np.inf).min(axis=0) for _, one in self._groups]
+        least = [np.where(one.legal(every), one.peak_lower_bounds, np.inf).min(axis=0) for _, one in self._groups]
         return np.asarray(np.min(least, axis=0))
 
-    def evaluate(self, rows: Array, capacity_bytes: float, longest_s: float | None = np.inf) -> Table:
-        """Of some cores: which cells fit and take `longest_s` or less. None: at any speed, and no times."""
+    def evaluate(self, capacity_bytes: float, longest_s: float | None = np.inf, rows: Array | None = None) -> Table:
+        """Of some cores, or all: which cells fit and take `longest_s` or less. None: at any speed, and no times."""
+        rows = np.arange(len(self.cores)) if rows is None else rows
         # Variants × cores: arrays are filled variant by variant, so that is how they lie in memory.
         shape = len(self.variants), len(rows)
         legal, fits, peak, step = np.empty(shape, bool), np.empty(shape, bool), np.empty(shape), np.empty(shape)
@@ -132,7 +126,7 @@ class _VariantGroup:
     def take(self, rows: Array) -> _VariantGroup:
         """Some cores, with what is known of them."""
         part, (gas, of) = replace(self, cores=self.cores.take(rows)), self._gas
-        vars(part).update(least_peaks=self.least_peaks[:, rows], _gas=(gas, of[rows]))
+        vars(part).update(peak_lower_bounds=self.peak_lower_bounds[:, rows], _gas=(gas, of[rows]))
         vars(part).update({name: getattr(self, name) for name in ("pp", "_legal_by_gas", "_ranks", "_by_share", "_in_flight")})
         return part
 
@@ -164,10 +158,10 @@ class _VariantGroup:
 
     def evaluate(self, rows: Array, capacity_bytes: float, longest_s: float | None) -> tuple[Array, Array, Array, Array]:
         legal = self.legal(rows)
-        peak, step = self.least_peaks[:, rows], np.full(legal.shape, np.inf)
+        peak, step = self.peak_lower_bounds[:, rows], np.full(legal.shape, np.inf)
         fits = legal & (peak <= capacity_bytes)
         if longest_s is not None:
-            some = np.flatnonzero(fits.any(axis=0) & (self.shortest_step_s[rows] <= longest_s))
+            some = np.flatnonzero(fits.any(axis=0) & (self.step_lower_bound_s[rows] <= longest_s))
             step[:, some] = self._steps(rows[some])
             fits &= step <= longest_s
         some = np.flatnonzero(fits.any(axis=0))
@@ -179,16 +173,16 @@ class _VariantGroup:
     # Memory.
 
     @cached_property
-    def least_peaks(self) -> Array:
+    def peak_lower_bounds(self) -> Array:
         """A lower bound, from one rank of each variant."""
-        unasked, asked = set(range(len(self.variants))), []
+        uncovered, covering = set(range(len(self.variants))), []
         for share, holders in self._by_share:
-            if unasked:
-                asked.append((share, holders))
-            unasked.difference_update(number for number, _ in holders)
+            if uncovered:
+                covering.append((share, holders))
+            uncovered.difference_update(number for number, _ in holders)
         found = np.empty((len(self.variants), len(self.cores)))
-        for block in _blocks(len(self.cores), max(1, BLOCK // len(asked))):
-            found[:, block] = self._peaks(np.arange(block.start, block.stop), least_parts, asked)
+        for block in _blocks(len(self.cores), max(1, BLOCK // len(covering))):
+            found[:, block] = self._peaks(np.arange(block.start, block.stop), lower_bound_parts, covering)
         return found
 
     def _peaks(
@@ -223,10 +217,12 @@ class _VariantGroup:
                 if share not in seen or REGISTRY[name].split_backward:
                     found.setdefault(share, []).append((number, rank))
                 seen.add(share)
-        ordered, unasked = [], set(range(len(self.variants)))
+        ordered, uncovered = [], set(range(len(self.variants)))
         while found:
-            share = max(found, key=lambda one: (len(unasked.intersection(number for number, _ in found[one])), len(found[one])))
-            unasked.difference_update(number for number, _ in found[share])
+            share = max(
+                found, key=lambda one: (len(uncovered.intersection(number for number, _ in found[one])), len(found[one]))
+            )
+            uncovered.difference_update(number for number, _ in found[share])
             ordered.append((share, found.pop(share)))
         return ordered
 
@@ -256,7 +252,7 @@ class _VariantGroup:
         return totals.on(share)
 
     @cached_property
-    def shortest_step_s(self) -> Array:
+    def step_lower_bound_s(self) -> Array:
         """A lower bound: the mean rank's work, which is no longer than the slowest rank's, less a little for rounding."""
         each = self._microbatch.total[self._components[1]]
         return np.asarray((1 - 1e-9) * self.cores.gas * each / self.pp)

@@ -48,14 +48,14 @@ class ExportCheck:
     actual: Estimate | None
     """of what the file makes the engine run; None if that is nothing"""
     differences: tuple[ChangedField, ...]
-    fitted: bool = False
+    plan_fits: bool = False
     """the plan fits the GPU in the engine it was made for"""
 
     @property
     def same(self) -> bool:
         if (
             self.actual is None
-            or (self.fitted and not self.actual.fits)
+            or (self.plan_fits and not self.actual.fits)
             or any(one.field in OTHER_MODEL for one in self.differences)
         ):
             return False
@@ -65,7 +65,7 @@ class ExportCheck:
     def refusal(self) -> str:
         """Why the engine gets no file, in words."""
         title = self.engine.title
-        if self.actual is not None and self.fitted and not self.actual.fits:
+        if self.actual is not None and self.plan_fits and not self.actual.fits:
             why = f"needs {self.actual.peak_gib:,.1f} GiB of {self.actual.capacity_gib:,.1f} in {title}"
         else:
             why = f"would be another in {title}: {', '.join(one.field for one in self.differences)}"
@@ -97,7 +97,7 @@ def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:
     ]
     if found.job.framework != job.framework:
         differences += _changed_framework(job, found.job, plan.layout, planned)
-    return ExportCheck(engine, planned, found.estimate, tuple(differences), fitted=plan.estimate.fits)
+    return ExportCheck(engine, planned, found.estimate, tuple(differences), plan_fits=plan.estimate.fits)
 
 
 def _changed_field(

@@ -215,19 +215,7 @@ def pipeline(plan: Plan) -> go.Figure:
         },
         xaxis_anchor="y2",
     )
-    red = style.COLORS["limit"]
-    figure.add_shape(type="line", xref="paper", x0=0, x1=1, yref="y2", y0=limit, y1=limit, line={"color": red, "dash": "dash"})
-    figure.add_annotation(
-        x=1,
-        xref="paper",
-        xanchor="right",
-        yref="y2",
-        y=limit,
-        yanchor="bottom",
-        text=words,
-        showarrow=False,
-        font={"color": red},
-    )
+    style.mark_level(figure, limit, words, "y2")
     return figure
 
 

@@ -128,13 +128,15 @@ def layout_of(theme: Theme) -> dict[str, Any]:
     }
 
 
-def mark_level(figure: go.Figure, level: float, text: str) -> None:
+def mark_level(figure: go.Figure, level: float, text: str, axis: str = "y") -> None:
     """A dashed horizontal line, such as a capacity, with a label above its right end."""
-    figure.add_hline(y=level, line={"color": COLORS["limit"], "width": 2, "dash": "dash"})
+    line = {"color": COLORS["limit"], "width": 2, "dash": "dash"}
+    figure.add_shape(type="line", xref="paper", x0=0, x1=1, yref=axis, y0=level, y1=level, line=line)
     figure.add_annotation(
         x=1,
         xref="paper",
         xanchor="right",
+        yref=axis,
         y=level,
         yanchor="bottom",
         text=text,

@@ -20,7 +20,7 @@ from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.tensor import GatheredInput
 
-ORDER = GatheredInput(attention=True)
+ATTENTION_INPUT = GatheredInput(reorder=True)
 
 
 def apply(model: Transformer, axis: Axis) -> None:
@@ -51,7 +51,7 @@ class _TensorParallelQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _, normed, scales = fused.norm(x.flatten(0, 1), None, gain, eps)
         parts = comm.all_gather(normed, axis) @ joined(q, k, v).t()
-        joint = ORDER.by_sequence(parts.view(-1, x.shape[1], parts.shape[1]), axis).reshape(len(parts), -1, dim)
+        joint = ATTENTION_INPUT.to_sequence_order(parts.view(-1, x.shape[1], parts.shape[1]), axis).reshape(len(parts), -1, dim)
         heads, kv_heads = len(q) // dim, len(k) // dim
         fused.rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
@@ -68,7 +68,7 @@ class _TensorParallelQKV(torch.autograd.Function):
         gathering = comm.all_gather_start(fused.norm(rows, None, gain, ctx.eps)[1], axis)
         grad_q, grad_k, grad_v = (grad.contiguous().flatten(0, 1) for grad in grads)
         joint = fused.rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
-        joint = ORDER.by_rank(joint.view(len(x), -1, joint.shape[1]), axis).reshape(joint.shape)
+        joint = ATTENTION_INPUT.to_rank_order(joint.view(len(x), -1, joint.shape[1]), axis).reshape(joint.shape)
         reduction = comm.reduce_scatter_start(joint @ joined(q, k, v), axis)
         grad_weights = torch.split(joint.t() @ gathering.wait(), [len(q), len(k), len(v)])
         grad_x, grad_gain, _ = fused.norm_backward(reduction.wait(), rows, scales, gain, past.flatten(0, 1))
@@ -83,7 +83,7 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
         mlp_kernel: GatedMLPKernel, axis: Axis,
     ) -> Tensor:  # fmt: skip
-        summed = comm.reduce_scatter(_by_rank(attended, axis) @ out.t(), axis)
+        summed = comm.reduce_scatter(_attended_rows(attended, axis) @ out.t(), axis)
         total, normed, scales = fused.norm(summed, x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(comm.all_gather(normed, axis), gate_, up)
         ctx.save_for_backward(attended, total, scales, both, out, gain, gate_, up, down)
@@ -106,11 +106,21 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         grad_total, grad_gain, _ = fused.norm_backward(reduction.wait(), total, scales, gain, own)
         del reduction
         whole = comm.all_gather(grad_total, axis)
-        rows = ORDER.by_sequence((whole @ out).view(-1, grad.shape[1], out.shape[1]), axis)
+        rows = ATTENTION_INPUT.to_sequence_order((whole @ out).view(-1, grad.shape[1], out.shape[1]), axis)
         grad_inputs = grad_total.view_as(grad), rows.reshape(attended.shape)
-        return *grad_inputs, whole.t() @ _by_rank(attended, axis), grad_gain, grad_gate, grad_up, grad_down, None, None, None
+        return (
+            *grad_inputs,
+            whole.t() @ _attended_rows(attended, axis),
+            grad_gain,
+            grad_gate,
+            grad_up,
+            grad_down,
+            None,
+            None,
+            None,
+        )
 
 
-def _by_rank(attended: Tensor, axis: Axis) -> Tensor:
+def _attended_rows(attended: Tensor, axis: Axis) -> Tensor:
     """Attention's output [b, s, heads, d] as rows [n, heads·d], one rank's slices of sequences after another's."""
-    return ORDER.by_rank(attended.flatten(2), axis).flatten(0, 1)
+    return ATTENTION_INPUT.to_rank_order(attended.flatten(2), axis).flatten(0, 1)

@@ -27,7 +27,7 @@ from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.recompute_cache import cache_across_recompute
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
-RANKS = 0  # slices gathered along it lie one rank's after another's, as they arrive: nothing is copied
+BATCH = 0  # slices gathered along this dimension stay in the order of ranks, as they arrive: nothing is copied
 
 SINGLE_RANK = Axis("alone", None, 0, 1, (0,))
 Result = Literal["saved", "recomputed", "unused"]
@@ -61,17 +61,17 @@ class GatheredInput:
     which are narrower than the gathered input, are copied into the order of the sequence and back.
     """
 
-    dim: int = RANKS
-    attention: bool = False
-    """the other side of the linear has the order of the sequence"""
+    dim: int = BATCH
+    reorder: bool = False
+    """the linear's other side is attention's, in the order of the sequence"""
 
-    def by_sequence(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def to_sequence_order(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """[ranks·b, s/ranks, n] as [b, s, n]; a view if b is 1."""
-        return torch.unflatten(x, 0, (axis.size, -1)).transpose(0, 1).flatten(1, 2) if self.attention else x
+        return torch.unflatten(x, 0, (axis.size, -1)).transpose(0, 1).flatten(1, 2) if self.reorder else x
 
-    def by_rank(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def to_rank_order(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """The inverse."""
-        return torch.unflatten(x, 1, (axis.size, -1)).transpose(0, 1).flatten(0, 1) if self.attention else x
+        return torch.unflatten(x, 1, (axis.size, -1)).transpose(0, 1).flatten(0, 1) if self.reorder else x
 
 
 class _MultiLinearFunction(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _MultiLinearFunction(torch.autograd.Function):
         def compute() -> tuple[torch.Tensor, ...]:
             whole = comm.all_gather(x, axis, sequence.dim) if sequence else x
             products = (gemms.forward(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-            return tuple(sequence.by_sequence(product, axis) if sequence else product for product in products)
+            return tuple(sequence.to_sequence_order(product, axis) if sequence else product for product in products)
 
         ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
         ctx.has_bias = [bias is not None for bias in biases]
@@ -96,7 +96,7 @@ class _MultiLinearFunction(torch.autograd.Function):
         axis, sequence, deferred, gemms = ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms
         # A deferred gradient gathers its input when it runs: until then only the slice stays in memory.
         gathering = comm.all_gather_start(x, axis, sequence.dim) if sequence and not deferred.open else None
-        grads = tuple(sequence.by_rank(grad, axis) for grad in grads) if sequence else grads
+        grads = tuple(sequence.to_rank_order(grad, axis) for grad in grads) if sequence else grads
         dx = None
         if ctx.needs_input_grad[0]:
             dx = gemms.grad_input(grads[0], weights[0])
@@ -125,7 +125,7 @@ class _RowParallelFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, axis, sequence, deferred, gemms, result):  # type: ignore[no-untyped-def]
         def compute() -> tuple[torch.Tensor, ...]:
-            part = gemms.forward(sequence.by_rank(x, axis) if sequence else x, weight)
+            part = gemms.forward(sequence.to_rank_order(x, axis) if sequence else x, weight)
             return (comm.reduce_scatter(part, axis, sequence.dim) if sequence else comm.all_reduce(part, axis),)
 
         ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
@@ -141,10 +141,10 @@ class _RowParallelFunction(torch.autograd.Function):
         grad = comm.all_gather(grads[0], axis, sequence.dim) if sequence else grads[0]
         dx = gemms.grad_input(grad, weight) if ctx.needs_input_grad[0] else None
         if dx is not None and sequence:
-            dx = sequence.by_sequence(dx, axis)
+            dx = sequence.to_sequence_order(dx, axis)
 
         def ordered() -> torch.Tensor:
-            rows: torch.Tensor = sequence.by_rank(x, axis) if sequence else x
+            rows: torch.Tensor = sequence.to_rank_order(x, axis) if sequence else x
             return rows
 
         if deferred.open:
@@ -363,20 +363,20 @@ def _shrink(model: Transformer, name: str, shard: Shard) -> None:
 
 
 def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
-    by_sequence = GatheredInput(SEQUENCE) if sequence else None
+    in_sequence_order = GatheredInput(SEQUENCE) if sequence else None
     for block in model.each_block():
-        attention, ordered = block.attention, GatheredInput(attention=True) if sequence else None
-        attention.qkv = ColumnParallelLinear(attention.qkv, axis, ordered, deferred)
-        attention.out = RowParallelLinear(attention.out, axis, ordered, deferred)
+        attention, gathered = block.attention, GatheredInput(reorder=True) if sequence else None
+        attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
+        attention.out = RowParallelLinear(attention.out, axis, gathered, deferred)
         block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:
         embed: Embedding = model.embed
-        embed.tokens = VocabParallelEmbedding(embed.tokens, axis, by_sequence)
+        embed.tokens = VocabParallelEmbedding(embed.tokens, axis, in_sequence_order)
         if embed.positions is not None and sequence:
             embed.positions = SequenceParallelPositions(embed.positions, axis)
     if model.head is not None and axis.size > 1:
         # The head's weight gradient is never deferred: the gradient of all logits would stay allocated until it runs.
-        model.head.linear = VocabParallelLinear(model.head.linear, axis, by_sequence)
+        model.head.linear = VocabParallelLinear(model.head.linear, axis, in_sequence_order)
         model.head.criterion = VocabParallelCrossEntropy(axis)
 
 

@@ -42,7 +42,7 @@ DISABLED_VALUES: dict[str, Any] = {
     "schedule": DEFAULT_SCHEDULE,
 }
 # Fields that name how a degree of parallelism communicates: they say nothing where it is 1.
-METHODS = {"dispatcher": "ep", "context_parallel": "cp"}
+METHOD_DEGREES = {"dispatcher": "ep", "context_parallel": "cp"}
 # An eighth of the layouts of a large cluster, with the best in most cases: what a figure of many searches tries.
 USUAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mbs": (1, 2, 4),
@@ -165,14 +165,14 @@ def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
 
 def _uses_fixed_methods(rows: LayoutColumns, constraints: LayoutConstraints) -> Array:
     """Rows that use the methods that the user fixed."""
-    used = [getattr(rows, METHODS[name]) > 1 for name in _fixed_methods(constraints)]
+    used = [getattr(rows, METHOD_DEGREES[name]) > 1 for name in _fixed_methods(constraints)]
     return np.asarray(np.logical_and.reduce([np.ones(len(rows), dtype=bool), *used]))
 
 
 def _fixed_methods(constraints: LayoutConstraints) -> list[str]:
     """Fixed to another than the usual one."""
     usual = Layout()
-    return [name for name in METHODS if constraints.fixed.get(name, getattr(usual, name)) != getattr(usual, name)]
+    return [name for name in METHOD_DEGREES if constraints.fixed.get(name, getattr(usual, name)) != getattr(usual, name)]
 
 
 def _degrees(job: Job, constraints: LayoutConstraints) -> Iterator[dict[str, int]]:
@@ -321,8 +321,8 @@ def why_empty(job: Job, constraints: LayoutConstraints) -> str:
         asked, usual = f"layout.{name} is {pinned[name]}", getattr(Layout(), name)
         if name == "dispatcher" and job.model.moe is None:
             return f"{asked} but {job.model.name} has no experts: try {usual}"
-        if pinned.get(METHODS[name]) == 1:
-            return f"{asked} but {METHODS[name]} is 1: try {usual}, or {METHODS[name]}=2"
+        if pinned.get(METHOD_DEGREES[name]) == 1:
+            return f"{asked} but {METHOD_DEGREES[name]} is 1: try {usual}, or {METHOD_DEGREES[name]}=2"
     words = [f"--fix {name}={_shown(value)}" for name, value in pinned.items()]
     words += [f"--forbid {name}={_shown(value)}" for name, values in constraints.forbidden.items() for value in values]
     fixed = f" with {' '.join(words)}" if words else ""
@@ -339,9 +339,9 @@ class RankedLayouts:
     """the best, best first"""
     score: list[float]
     evaluated: int
-    """legal layouts, those included whose bound was enough"""
+    """legal layouts, with those that a lower bound excluded"""
     fitting: int
-    """of those that were evaluated whole"""
+    """of those that were evaluated in full"""
     alternatives: AlternativeLayouts = field(default_factory=AlternativeLayouts)
 
 
@@ -351,43 +351,44 @@ def rank(
     objective: Objective,
     keep: int,
     capacity_bytes: float | None = None,
-    kinds: bool = False,
+    with_alternatives: bool = False,
 ) -> RankedLayouts:
-    """The best legal layouts that fit (into the GPU, unless a capacity is given), by closed forms; `kinds`: with candidates for
-    `alternatives`.
+    """The best legal layouts that fit (into the GPU, unless a capacity is given), by closed forms.
+
+    `with_alternatives`: also layouts of other kinds.
 
     Branch and bound: lower bounds of time and memory are cheap, so cores are evaluated in the order of their bound, until that
     of the next is above the last that is kept.
     """
-    machine, of_memory = ClusterRates(job), objective == "memory"
+    machine, by_memory = ClusterRates(job), objective == "memory"
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
     tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
     legal = sum(table.legal_cells for table in tables)
     tables = [table.within(capacity) for table in tables]
-    bounds = [table.least_peak_bytes() if of_memory else table.shortest_step_s() for table in tables]
+    bounds = [table.peak_lower_bound_bytes() if by_memory else table.step_lower_bound_s() for table in tables]
     bound = np.concatenate([np.zeros(0), *bounds])
     order = np.argsort(bound, kind="stable")
-    first_of = np.cumsum([0, *(len(one.cores) for one in tables)])
+    offsets = np.cumsum([0, *(len(one.cores) for one in tables)])
     scores, rows = np.zeros(0), [LayoutColumns.of([])]
     alternatives, fitting, start, size = AlternativeLayouts(), 0, 0, FIRST_BLOCK
     while start < len(order):
         worst = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
-        if kinds:
+        if with_alternatives:
             worst = max(worst, LEAST_MEMORY_MAX_SLOWDOWN * alternatives.fastest_s)
         block = order[start : start + size]
         block = np.sort(block[bound[block] <= worst])
         if not len(block):
             break
         start, size = start + size, 4 * size
-        for table, first, mine in zip(tables, first_of, np.split(block, np.searchsorted(block, first_of[1:-1])), strict=False):
+        for table, first, mine in zip(tables, offsets, np.split(block, np.searchsorted(block, offsets[1:-1])), strict=False):
             if not len(mine):
                 continue
-            most, longest = (min(capacity, worst), None) if of_memory else (capacity, worst)
-            cells = table.evaluate(mine - first, most, longest)
+            most, longest = (min(capacity, worst), None) if by_memory else (capacity, worst)
+            cells = table.evaluate(most, longest, mine - first)
             fitting += int(cells.fits.sum())
-            if kinds:
+            if with_alternatives:
                 alternatives.add(cells)
-            score = np.where(cells.fits, cells.peak_bytes, np.inf) if of_memory else cells.step_s
+            score = np.where(cells.fits, cells.peak_bytes, np.inf) if by_memory else cells.step_s
             core, variant = _least(score, keep)
             rows.append(cells.layouts(core, variant))
             scores = np.concatenate([scores, score[core, variant]])

@@ -100,14 +100,14 @@ def plan(
     notes += more
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]
     limit_gib = memory_limit_gib(job, min_fit, min_free_gib)
-    kinds = explain and objective == "throughput"
-    ranked = _ranked(jobs, constraints, objective, top, limit_gib, kinds, say)
+    with_alternatives = explain and objective == "throughput"
+    ranked = _ranked(jobs, constraints, objective, top, limit_gib, with_alternatives, say)
     evaluated, fitting = sum(r.evaluated for r in ranked), sum(r.fitting for r in ranked)
     if not evaluated:
         raise SpecError(why_empty(job, constraints))
     if not fitting:
         limit_gib = job.cluster.gpu.memory_gib - min_free_gib
-        ranked = _ranked(jobs, constraints, objective, top, limit_gib, kinds, say)
+        ranked = _ranked(jobs, constraints, objective, top, limit_gib, with_alternatives, say)
         fitting = sum(r.fitting for r in ranked)
         if fitting:
             notes.append(f"no layout fits with a probability of {min_fit:.0%} or more: these may run out of memory")
@@ -135,7 +135,7 @@ def plan(
     if explain:
         say("explaining the winner")
         plans = explained(plans, objective=objective, fix=fix, forbid=forbid)
-        others = _alternatives(plans[0], ranked[0], constraints, limit_gib) if kinds else ()
+        others = _alternatives(plans[0], ranked[0], constraints, limit_gib) if with_alternatives else ()
     seconds = time.perf_counter() - started
     return Result(job, tuple(plans), evaluated, fitting, seconds, tuple(notes), variants=variants, alternatives=others)
 
@@ -206,13 +206,13 @@ def _ranked(
     objective: Objective,
     top: int,
     limit_gib: float,
-    kinds: bool,
+    with_alternatives: bool,
     say: Callable[[str], None],
 ) -> list[RankedLayouts]:
     found = []
     for job in jobs:
         say(f"searching {job.cluster.label}")
-        found.append(rank(job, constraints, objective, max(4 * top, KEPT_AT_LEAST), limit_gib * GIB, kinds))
+        found.append(rank(job, constraints, objective, max(4 * top, KEPT_AT_LEAST), limit_gib * GIB, with_alternatives))
     return found
 
 

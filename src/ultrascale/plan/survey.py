@@ -134,8 +134,7 @@ def front(job: Job) -> tuple[tuple[Layout, Estimate], ...]:
     found: list[tuple[float, float, Layout]] = []
     for group in cores(job, searched(job.cluster.gpus)):
         longest_s = MAX_SLOWDOWN * min(step_s for step_s, _, _ in found) if large and found else np.inf
-        table = SearchTable(job, group.columns, group.variants, machine)
-        cells = table.evaluate(np.arange(len(group.columns)), capacity, longest_s)
+        cells = SearchTable(job, group.columns, group.variants, machine).evaluate(capacity, longest_s)
         finite = np.flatnonzero(np.isfinite(cells.step_s))
         if not len(finite):
             continue

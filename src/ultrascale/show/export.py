@@ -50,7 +50,7 @@ def _show_check(console: Console, plan: Plan, check: ExportCheck) -> None:
         verdict = ("as planned:", "green") if check.same else ("differs:", "red")
         labelled(console, *verdict, f"{there} ({here})")
         if not check.actual.fits:
-            elsewhere = f"; in {plan.job.framework.name} it needs {plan.estimate.peak_gib:,.1f}" if check.fitted else ""
+            elsewhere = f"; in {plan.job.framework.name} it needs {plan.estimate.peak_gib:,.1f}" if check.plan_fits else ""
             labelled(console, "does not fit:", "red", f"there are {check.actual.capacity_gib:,.1f} GiB{elsewhere}")
     if not check.same:
         shape = [one for one in check.differences if one.field.startswith("model.")]

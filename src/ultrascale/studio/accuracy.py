@@ -18,9 +18,9 @@ from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
-SPREAD = 16  # runs are predicted in this many passes over the file, so that the first few are from all of its sources
-FIRST_PART, PART = 8, 24  # runs per prediction
-DRAW_S = 0.5  # between two drawings of predictions that come in
+PASSES = 16  # runs are predicted in this many passes over the file, so that the first few are from all of its sources
+FIRST_BATCH, BATCH = 8, 24  # runs per prediction
+REDRAW_S = 0.5  # between two drawings of predictions that come in
 
 
 class PublishedScores:
@@ -72,9 +72,9 @@ def _send_predictions(file: Path, sender: Connection) -> None:
     with suppress(BrokenPipeError, KeyboardInterrupt):
         try:
             runs = read(file)[0]
-            spread = [one for start in range(SPREAD) for one in runs[start::SPREAD]]
+            spread = [one for start in range(PASSES) for one in runs[start::PASSES]]
             sender.send(len(spread))
-            starts = [0, *range(FIRST_PART, len(spread), PART)]
+            starts = [0, *range(FIRST_BATCH, len(spread), BATCH)]
             for start, end in zip(starts, [*starts[1:], len(spread)], strict=True):
                 sender.send(score(spread[start:end]))
         except (SpecError, RunError) as error:
@@ -103,7 +103,7 @@ class Accuracy:
         """Follow the predictions until all are on the page."""
         drawn = len(self.scores.scored)
         while not self.scores.done and not self.frame.closed:
-            await asyncio.sleep(DRAW_S)
+            await asyncio.sleep(REDRAW_S)
             if len(self.scores.scored) > drawn and not self.scores.done and not self.frame.closed:
                 drawn = len(self.scores.scored)
                 self.draw()

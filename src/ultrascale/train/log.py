@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FIRST_LINES = 5  # steps that a pipe shows one by one, so that a bad start is visible at once
 REDRAW_S = 0.5
 RECENT = 20  # steps whose mean time gives the ETA
-LEAST_FIRST = (
+DROPPED_WHEN_NARROW = (
     "data",
     "checkpoint",
     "lr",
@@ -209,7 +209,7 @@ def progress_line(record: StepRecord, total_steps: int, eta_s: float | None, wid
         "eta": None if eta_s is None else f"ETA {duration(eta_s)}",
     }
     words = {name: word for name, word in values.items() if word}
-    for name in LEAST_FIRST:
+    for name in DROPPED_WHEN_NARROW:
         if width is not None and len(" · ".join(words.values())) > width:
             words.pop(name, None)
     return " · ".join(words.values())

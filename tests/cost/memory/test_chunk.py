@@ -27,12 +27,12 @@ def test_the_peak_is_at_another_event_in_every_row() -> None:
 
 
 def test_an_event_that_does_not_happen_is_no_peak() -> None:
-    live = walk(TENSORS, END, rows=2).fullest_of_parts((FORWARD, END), {BACKWARD: np.asarray([False, True])})
+    live = walk(TENSORS, END, rows=2).peaks_of_segments((FORWARD, END), {BACKWARD: np.asarray([False, True])})
     assert live.peak().total.tolist() == [40, 80]
 
 
 def test_each_part_has_its_fullest_event_and_none_where_nothing_happens() -> None:
-    parts = walk(TENSORS, END, rows=2).fullest_of_parts((FORWARD, BACKWARD, END), {BACKWARD: np.asarray([False, True])})
+    parts = walk(TENSORS, END, rows=2).peaks_of_segments((FORWARD, BACKWARD, END), {BACKWARD: np.asarray([False, True])})
     assert [parts.at(part).total.tolist() for part in range(2)] == [[40, 80], [-np.inf, 1]]
 
 

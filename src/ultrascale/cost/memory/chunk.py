@@ -96,7 +96,7 @@ class LiveMemory:
         fullest_event = self.bytes.sum(axis=0).argmax(axis=0)[None, None]
         return MemoryPoint(*np.take_along_axis(self.bytes, fullest_event, axis=1)[:, 0])
 
-    def fullest_of_parts(self, begins: Sequence[int], happens: Mapping[int, Array | bool]) -> LiveMemory:
+    def peaks_of_segments(self, begins: Sequence[int], happens: Mapping[int, Array | bool]) -> LiveMemory:
         """The fullest event of each part of the events (`begins`, and the end), of those that happen in a row; an event that is
         not named happens in all. A part without an event holds minus infinity.
         """

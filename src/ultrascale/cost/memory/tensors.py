@@ -39,7 +39,7 @@ class LayerEvent(IntEnum):
     END = auto()
 
 
-class LayerPart(IntEnum):
+class LayerSegment(IntEnum):
     """Parts of a layer's backward, within which nothing beside the layer is allocated or freed."""
 
     MLP = 0
@@ -48,7 +48,7 @@ class LayerPart(IntEnum):
     END = auto()
 
 
-_PARTS = (LayerEvent.FUSED_GATE, LayerEvent.ATTENTION, LayerEvent.REDUCE_SCATTER, LayerEvent.END)  # where each begins
+_SEGMENT_STARTS = (LayerEvent.FUSED_GATE, LayerEvent.ATTENTION, LayerEvent.REDUCE_SCATTER, LayerEvent.END)  # where each begins
 
 
 class ChunkEvent(IntEnum):
@@ -95,9 +95,9 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     for count, moe, layer in chunk.layers:
         happens = _layer_events(chunk, moe, deferring)
         live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
-        parts = live.fullest_of_parts(_PARTS, happens)
+        parts = live.peaks_of_segments(_SEGMENT_STARTS, happens)
         for done in _layers_done(chunk, moe):
-            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerPart.END, rows)
+            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerSegment.END, rows)
             found = fullest(found, where(count > 0, (parts + beside).peak(), nothing))
     return found
 
@@ -298,7 +298,7 @@ def _beside_layer(
     What is in flight was counted for the whole chunk, this layer included: saved tensors of layers that are done are freed.
     A split backward frees none, but only layers that are done have what is counted for their deferred weight gradients.
     """
-    start, scatter, end = LayerPart.MLP, LayerPart.REDUCE_SCATTER, LayerPart.END
+    start, scatter, end = LayerSegment.MLP, LayerSegment.REDUCE_SCATTER, LayerSegment.END
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
     freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
@@ -308,7 +308,7 @@ def _beside_layer(
     received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
     yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
-    yield activation("received gradient", separate, LayerPart.ATTENTION, end)
+    yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
     blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
     both = chunk.unsharded(params.ends + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
