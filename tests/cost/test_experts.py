@@ -85,7 +85,7 @@ def test_selective_recomputation_repeats_no_dispatch() -> None:
 
 def test_latent_recomputation_frees_qkv_and_repeats_two_matmuls() -> None:
     row = LayoutColumns.of([Layout(dp=8, ep=8, recompute="selective")])
-    cheap, latents = megatron_job("deepseek-v3"), megatron_job("deepseek-v3", selective="latents")
+    cheap, latents = megatron_job("deepseek-v3", selective="cheap"), megatron_job("deepseek-v3")
     one, other = (activations.layer(of, row, moe=True) for of in (cheap, latents))
     smaller = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
     assert smaller == {"qkv input", "mlp input", "expert activation"}
@@ -96,6 +96,28 @@ def test_latent_recomputation_frees_qkv_and_repeats_two_matmuls() -> None:
     up = [one for one in operators.layer(latents, row, machine, moe=True).matmuls if one.name in ("q up", "kv up")]
     assert len(up) == 2
     assert piece.recompute.input_grad == pytest.approx(operators.matmul_passes(machine, up).forward)
+
+
+@pytest.mark.parametrize(
+    ("model", "selective", "dropped"),
+    [
+        ("qwen3-30b-a3b", "modules", {"mlp input", "expert activation"}),
+        ("qwen3-30b-a3b", "attention", set()),
+        ("llama-3-8b", "modules", set()),
+        ("llama-3-8b", "cheap", {"qkv input", "mlp input", "mlp activation"}),
+    ],
+)
+def test_modules_that_selective_recomputation_repeats(model: str, selective: str, dropped: set[str]) -> None:
+    of = megatron_job(model, selective=selective)
+    row, experts = LayoutColumns.of([Layout(dp=16, recompute="selective")]), of.model.moe is not None
+    saved = activations.layer(of, row, moe=experts)
+    assert {name for name in saved.kept if saved.kept[name][0] < saved.modules[name][0]} == dropped
+    times = component_times(Workload(of, row, ClusterRates(of)))
+    component = times.moe if experts else times.dense
+    assert component is not None
+    compute = operators.layer(of, row, ClusterRates(of), moe=experts)
+    repeated = compute.memory_bound.forward - compute.never_repeated if dropped else compute.attention.forward
+    assert component.recompute.input_grad == pytest.approx(repeated)
 
 
 def test_expert_biases_are_separate_memory_bound_operators() -> None:

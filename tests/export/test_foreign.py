@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import samples
+from plan_builders import exported, planned
 
+from builders import make_job
 from ultrascale.export.read import ImportOptions, plan_from
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
@@ -32,6 +36,34 @@ def test_a_megatron_script(tmp_path: Path) -> None:
     assert any("names no GPU: 4x8 h100 is assumed" in note for note in found.notes)
     assert any(note.startswith("not read, since") and "--lr" in note and "--data-path" in note for note in found.notes)
     assert job.total_tokens == 500000 * 256 * 8192
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "selective"),
+    [
+        ("llama-3-8b", "core_attn", "modules"),
+        ("qwen3-30b-a3b", "layernorm moe_act", "modules"),
+        ("qwen3-30b-a3b", "core_attn", "attention"),
+        ("deepseek-v3", "mla_up_proj", "modules"),
+        ("deepseek-v3", "mla_up_proj moe_act", "cheap"),
+    ],
+)
+def test_megatron_recompute_modules(model: str, modules: str, selective: str, tmp_path: Path) -> None:
+    """What the planner assumes of selective recomputation is what run.sh asks for, and other modules are read as such."""
+    job = make_job(model, "256xh200", 4096, 256, Framework.load("megatron-core"))
+    experts = {} if job.model.moe is None else {"ep": 8}
+    layout = Layout(dp=16, pp=16, zero=1, gas=16, recompute="selective", **experts)
+    plan = planned(job, layout)
+    script = (exported(plan, "megatron", tmp_path) / "run.sh").read_text()
+    [written_modules] = re.findall(r"--recompute-modules (.*?) \\", script)
+    if selective == "modules":
+        assert written_modules == modules
+    changed = script.replace(f"--recompute-modules {written_modules} ", f"--recompute-modules {modules} ")
+    found = plan_from(written(tmp_path, "changed.sh", changed), ImportOptions(cluster=job.cluster))
+    assert (found.plan.layout.recompute, found.plan.job.framework.selective) == ("selective", selective)
+    more = changed.replace(f"--recompute-modules {modules} ", f"--recompute-modules {modules} mlp ")
+    found = plan_from(written(tmp_path, "more.sh", more), ImportOptions(cluster=job.cluster))
+    assert any("may change" in note and "--recompute-modules mlp" in note for note in found.notes)
 
 
 def test_a_cluster_from_the_user_decides_how_many_data_ranks(tmp_path: Path) -> None:

@@ -493,7 +493,6 @@ def test_an_unknown_engine_is_assumed_from_compile_and_noted(system: str, compil
         ({"system": "Megatron-Core", "attention_impl": "flash-attn 1"}, "attention", "flash-1"),
         ({"system": "Megatron-Core", "loss": "fused"}, "loss", "fused"),
         ({"system": "Megatron-Bridge 26.02"}, "loss", "overwritten"),
-        ({"system": "Megatron-Bridge 26.02", "recompute": "selective (mla_up_proj)"}, "selective", "latents"),
         ({"system": "Megatron-Bridge 26.02", "expert_overlap": "yes"}, "expert_overlap", "microbatches"),
         ({"system": "Megatron-Bridge 26.02", "expert_overlap": "no"}, "expert_overlap", "none"),
         ({"system": "Megatron-LM", "stage_split": "layers-and-head"}, "stage_split", "layers-and-head"),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from builders import make_plan
+from builders import make_job, make_plan
 from ultrascale.cost.estimate import estimate
 from ultrascale.plan.what_if import AXES, largest, what_if
 from ultrascale.specs.errors import SpecError
@@ -87,9 +87,21 @@ def test_another_gpu_and_another_network() -> None:
     assert slow.estimate.time.data_s > TODAY.estimate.time.data_s
     both = what_if(TODAY.model_copy(update={"job": slow.job}), "gpu=h200,gpus=32")
     assert (both.job.cluster.network_gb_s, both.job.cluster.gpus) == (5, 32)  # a network that was given stays
-    for change, words in (("network_gb_s=fast", "must be GB/s per GPU"), ("gpu=h2000", "h200")):
+    wrong = {"network_gb_s=fast": "must be GB/s per GPU", "gpu=h2000": "h200", "expert_imbalance=1": "no experts"}
+    for change, words in wrong.items():
         with pytest.raises(SpecError, match=words):
             what_if(TODAY, change)
+
+
+def test_balanced_experts_are_faster() -> None:
+    job, layout = make_job("qwen3-30b-a3b", "16xh100", 4096, batch=64), Layout(dp=16, ep=16, zero=1, gas=4)
+    today = Plan(job=job, layout=layout, estimate=estimate(job, layout))
+    found = what_if(today, "expert_imbalance=1.0")
+    assert found.job.cluster.efficiency.expert_imbalance == 1.0
+    assert found.estimate is not None
+    assert found.estimate.step_time_s < today.estimate.step_time_s
+    with pytest.raises(SpecError, match=r"expert_imbalance is 0.5 but must be at least 1"):
+        what_if(today, "expert_imbalance=0.5")
 
 
 def test_a_longer_sequence_keeps_the_tokens() -> None:

@@ -89,6 +89,14 @@ def plan(
     total_tokens: Annotated[
         str | None, typer.Option("--total-tokens", help="Tokens of the whole training, for days and cost: [cyan]15T[/].")
     ] = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-imbalance",
+            help="Tokens of the busiest expert rank over the mean: 1.1 unless the cluster file says otherwise; "
+            "[cyan]1.0[/] for benchmarks that force balanced routing.",
+        ),
+    ] = None,
     all_reasons: Annotated[
         bool, typer.Option("--all-reasons", help="Every reason for the first layout, not the main ones only.")
     ] = False,
@@ -106,6 +114,8 @@ def plan(
     job = job_from_options(
         model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
     )
+    if expert_imbalance is not None:
+        job = job.with_expert_imbalance(expert_imbalance)
     with progress() as say:
         result = search(
             job,
@@ -151,7 +161,7 @@ def explain(
             "--what-if",
             help="Compare with a change: [cyan]zero=3[/], [cyan]recompute=selective,mbs=4[/], [cyan]gradients=bf16[/], "
             "[cyan]offload=optimizer[/], [cyan]zero_shards=8[/] (HSDP), [cyan]keep_gathered=true[/], [cyan]gpus=128[/], "
-            "[cyan]gpu=h200[/], [cyan]network_gb_s=25[/] (per GPU).",
+            "[cyan]gpu=h200[/], [cyan]network_gb_s=25[/] (per GPU), [cyan]expert_imbalance=1.0[/].",
         ),
     ] = None,
     largest: Annotated[

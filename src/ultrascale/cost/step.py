@@ -117,6 +117,20 @@ def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
     )
 
 
+def _selective(work: Workload, compute: LayerTime) -> Array:
+    """Forward that selective recomputation repeats."""
+    policy = states.selective_policy(work.job)
+    if policy in ("attention", "scores"):
+        return compute.attention.forward
+    cheap = NOTHING if policy == "latents" else compute.memory_bound.forward - compute.never_repeated
+    if policy == "half":
+        return cheap + 0.5 * compute.matmul.forward
+    if work.job.model.mla is not None:
+        up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
+        return cheap + operators.matmul_passes(work.machine, up).forward
+    return cheap
+
+
 def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool) -> ComponentTime:
     job, columns, machine = work.job, work.columns, work.machine
     around = communication.context_traffic(work, compute.attention)
@@ -145,13 +159,8 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
         down = [matmul for matmul in compute.matmuls if matmul.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
-    cheap = compute.memory_bound.forward - compute.never_repeated if job.attention == "flash" else compute.attention.forward
-    if job.framework.selective == "half":
-        cheap = cheap + 0.5 * compute.matmul.forward
-    elif job.model.mla is not None and job.attention == "flash":
-        up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
-        cheap = (NOTHING if job.framework.selective == "latents" else cheap) + operators.matmul_passes(machine, up).forward
-    repeated = np.where(columns.is_("recompute", "selective") & ~uses_fused_blocks(job, columns), cheap, repeated)
+    selective = columns.is_("recompute", "selective") & ~uses_fused_blocks(job, columns)
+    repeated = np.where(selective, _selective(work, compute), repeated)
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)

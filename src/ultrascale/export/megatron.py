@@ -13,8 +13,8 @@ from typing import Any
 from ultrascale.export import header, megatron_model, shell
 from ultrascale.export import table as row
 from ultrascale.export.common import EngineFormat, File, quoted
-from ultrascale.export.megatron_model import has_experts
-from ultrascale.export.table import PlanFields, Setting, SettingsReader, UnmodelledSettings, World
+from ultrascale.export.megatron_model import has_experts, has_latents
+from ultrascale.export.table import MAY_CHANGE, PlanFields, Setting, SettingsReader, UnmodelledSettings, World
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import mapping_of
@@ -28,10 +28,8 @@ _CONTEXT = {"p2p": "zigzag", "allgather": "allgather", "a2a": "ulysses", "all_ga
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STATES = {"fp32": "adamw", "bf16": "adamw-bf16", "fp8": "adamw-8bit", "fp16": "adamw-bf16"}
 _BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "plain", "local": "plain"}
-_RECOMPUTE: row.Cases = {
-    "selective": {"--recompute-granularity": "selective"},
-    "full": {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1},
-}
+_FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
+_CHEAP_MODULES = ["layernorm", "moe_act"]  # what experts make that is cheap to repeat
 _PRECISIONS: row.Cases = {
     "bf16": {"--bf16": True},
     "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
@@ -82,6 +80,33 @@ def _stages(layout: str) -> int:
     for times in re.findall(r"\|\*(\d{1,5})", rest):
         bars += int(times) - 1
     return bars + rest.count("|")
+
+
+def _modules(p: PlanFields) -> list[str]:
+    """What selective recomputation repeats in this model; of a dense one attention, as fused attention leaves nothing else."""
+    if p.model.mla is not None:
+        return ["mla_up_proj"]
+    return ["core_attn"] if p.model.moe is None else _CHEAP_MODULES
+
+
+def _write_recompute(p: PlanFields) -> dict[str, Any]:
+    if p.layout.recompute == "selective":
+        return {"--recompute-granularity": "selective", "--recompute-modules": _modules(p)}
+    return _FULL if p.layout.recompute == "full" else {}
+
+
+def _read_modules(s: SettingsReader) -> str | None:
+    """Selective recomputation of other modules than `_modules` would write."""
+    if s["layout.recompute"] != "selective":
+        return None
+    given = s.value("--recompute-modules", "core_attn")
+    names = {str(name) for name in (given if isinstance(given, list) else str(given).split())}
+    others = names - {"core_attn", "mla_up_proj", *_CHEAP_MODULES}
+    if others:
+        s.notes.append(f"{MAY_CHANGE}--recompute-modules {' '.join(sorted(others))}")
+    if not names & {"mla_up_proj", *_CHEAP_MODULES}:
+        return "attention" if has_latents(s) or has_experts(s) else None
+    return "cheap" if has_latents(s) and names & set(_CHEAP_MODULES) else None
 
 
 def _recompute(s: SettingsReader) -> str:
@@ -161,7 +186,8 @@ _CUT = (
         written=lambda p: _virtual(p) > 1 and _uneven(p) is None,
     ),
     Setting(path="layout.schedule", read=_read_schedule),
-    row.cases("layout.recompute", _RECOMPUTE, read=_recompute),
+    Setting(path="layout.recompute", write=_write_recompute, read=_recompute),
+    Setting(path="framework.selective", read=_read_modules),
     Setting(
         "--overlap-grad-reduce",
         "layout.data_parallel",
@@ -362,9 +388,7 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str
         notes.append("Megatron's ReLU is squared.")
     cut = layout.tp > 1 or layout.cp > 1
     connections = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if cut and "--use-megatron-fsdp" not in settings else ""
-    words = [
-        name if value is True else f"{name} {quoted(str(value))}" for name, value in settings.items() if value is not False
-    ]
+    words = [_option(name, value) for name, value in settings.items() if value is not False]
     text = f"""#!/usr/bin/env bash
 {header.commented(TITLE, comments, *notes)}set -euo pipefail
 {connections}torchrun \\
@@ -373,6 +397,11 @@ def files(job: Job, layout: Layout, settings: dict[str, Any], comments: list[str
   "${{MEGATRON_LM:-.}}"/pretrain_gpt.py \\
   """
     return (File("run.sh", text + " \\\n  ".join(words) + "\n"),)
+
+
+def _option(name: str, value: Any) -> str:
+    given = [] if value is True else value if isinstance(value, list) else [value]
+    return " ".join([name, *(quoted(str(one)) for one in given)])
 
 
 def parse(text: str, where: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _INTERPOLATION = "--rotary-seq-len-interpolation-factor"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?")
 
 has_experts = row.has("model.moe.experts")
-_latent = row.has("model.mla.kv_lora_rank")
+has_latents = row.has("model.mla.kv_lora_rank")
 
 
 def _width(s: SettingsReader) -> int:
@@ -73,7 +73,7 @@ def _kv_heads(p: PlanFields) -> dict[str, Any] | None:
 
 def _read_kv_heads(s: SettingsReader) -> Any:
     grouped, groups = s.flag("--group-query-attention"), s.whole("--num-query-groups", 1)
-    return groups if grouped and not _latent(s) else s["model.heads"]
+    return groups if grouped and not has_latents(s) else s["model.heads"]
 
 
 def _rotary(p: PlanFields) -> dict[str, Any] | None:
@@ -202,19 +202,19 @@ TABLE = (
         "--kv-channels",
         "model.head_dim",
         lambda s: max(1, s["model.hidden"] // s["model.heads"]),
-        when=lambda source: not _latent(source),
+        when=lambda source: not has_latents(source),
     ),
-    row.constant("--multi-latent-attention", True, when=_latent),
+    row.constant("--multi-latent-attention", True, when=has_latents),
     row.whole(
         "--kv-lora-rank",
         "model.mla.kv_lora_rank",
         read=lambda s: s.whole("--kv-lora-rank", 32) if s.flag("--multi-latent-attention") else None,
     ),
-    row.whole("--qk-head-dim", "model.mla.qk_nope_head_dim", 128, when=_latent),
-    row.whole("--qk-pos-emb-head-dim", "model.mla.qk_rope_head_dim", 64, when=_latent),
-    row.whole("--v-head-dim", "model.mla.v_head_dim", 128, when=_latent),
-    row.constant("--rope-type", "rope", read=lambda s: s.ignore("--rope-type", "--kv-channels"), when=_latent),
-    row.optional("--q-lora-rank", "model.mla.q_lora_rank", when=_latent),
+    row.whole("--qk-head-dim", "model.mla.qk_nope_head_dim", 128, when=has_latents),
+    row.whole("--qk-pos-emb-head-dim", "model.mla.qk_rope_head_dim", 64, when=has_latents),
+    row.whole("--v-head-dim", "model.mla.v_head_dim", 128, when=has_latents),
+    row.constant("--rope-type", "rope", read=lambda s: s.ignore("--rope-type", "--kv-channels"), when=has_latents),
+    row.optional("--q-lora-rank", "model.mla.q_lora_rank", when=has_latents),
     Setting(path="model.kv_heads", write=_kv_heads, read=_read_kv_heads),
     Setting(write=_rotary, read=_read_rotary),
     Setting(write=_activation, read=_read_activation),
@@ -223,7 +223,7 @@ TABLE = (
         "--qk-layernorm",
         "model.qk_norm",
         write=lambda p: p.model.qk_norm or p.model.mla is not None,
-        read=lambda s: s.flag("--qk-layernorm") and not _latent(s),
+        read=lambda s: s.flag("--qk-layernorm") and not has_latents(s),
     ),
     row.flag("--untie-embeddings-and-output-weights", "model.tied_embeddings", on=False, off=True),
     Setting(

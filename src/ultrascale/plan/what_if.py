@@ -31,7 +31,12 @@ JOB_FIELDS = (
     "gpus",
     "gpu",
     "network_gb_s",
+    "expert_imbalance",
 )
+_NUMBERS = {
+    "network_gb_s": "GB/s per GPU, such as 25",
+    "expert_imbalance": "the busiest expert rank's tokens over the mean, such as 1.1",
+}
 AXES: tuple[str, ...] = ("mbs", "seq", "model")
 
 
@@ -82,11 +87,11 @@ def _job_value(name: str, text: str) -> Any:
         return tokens(text, name, "gpus=128")
     if name == "gpu":
         return GPU.load(text)
-    if name == "network_gb_s":
+    if name in _NUMBERS:
         try:
             return float(text)
         except ValueError:
-            raise SpecError(f"--what-if network_gb_s is '{text:.40}' but must be GB/s per GPU, such as 25") from None
+            raise SpecError(f"--what-if {name} is '{text:.40}' but must be {_NUMBERS[name]}") from None
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -105,7 +110,9 @@ def _changed_job(job: Job, fields: dict[str, Any]) -> Job:
     if "seq" in fields and "batch_tokens" not in fields:
         whole = max(1, round(job.batch_tokens / fields["seq"]))
         fields["batch_tokens"] = whole * fields["seq"]
-    return job.changed(**fields)
+    imbalance = fields.pop("expert_imbalance", None)
+    changed = job.changed(**fields)
+    return changed if imbalance is None else changed.with_expert_imbalance(imbalance)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,11 @@ class Framework(BaseModel):
         "flash",
         description="the kernel; plain writes scores out, plain-fused scales, masks and softmaxes in one pass",
     )
-    selective: Literal["cheap", "half", "latents"] = Field(
+    selective: Literal["cheap", "half", "modules", "attention"] = Field(
         "cheap",
-        description="what selective recomputation repeats: cheap operators, half the GEMMs too, or of latent attention the "
-        "up-projections alone (Megatron's mla_up_proj)",
+        description="what selective recomputation repeats: cheap operators; half the GEMMs too; Megatron's modules "
+        "(mla_up_proj of latent attention, layernorm and moe_act of other models with experts, core_attn of dense ones); or "
+        "attention alone (core_attn of every model)",
     )
     loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "log-softmax", "chunked"] = Field(
         "fused",

@@ -94,3 +94,10 @@ class Job(FrozenSpec):
         if unknown:
             raise SpecError(f"job has no field '{min(unknown)}': known: {', '.join(Job.model_fields)}")
         return build(Job, {**dict(self), **fields}, "job")
+
+    def with_expert_imbalance(self, imbalance: float) -> Job:
+        """The same job with the busiest expert rank at so many times the mean tokens."""
+        if self.model.moe is None:
+            raise SpecError(f"expert imbalance {imbalance:g} does not apply: {self.model.name} has no experts")
+        efficiency = {**dict(self.cluster.efficiency), "expert_imbalance": imbalance}
+        return self.changed(cluster=build(Cluster, {**dict(self.cluster), "efficiency": efficiency}, "cluster"))

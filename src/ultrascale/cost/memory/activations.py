@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
-from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, uses_fused_blocks
+from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, selective_policy, uses_fused_blocks
 from ultrascale.specs.job import Job
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
@@ -143,15 +143,22 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
 # Selective recomputation with flash attention keeps matmuls and computes the cheap operators again.
 _MATMULS = {"q, k, v", "mlp matmuls", "expert matmuls", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
+_DROPPED: dict[str, tuple[str, ...]] = {
+    "cheap": _CHEAP,
+    "half": _CHEAP,
+    "latents": ("q, k, v",),
+    "experts": ("mlp input", "expert activation"),
+    "attention": (),  # flash attention's output is the next GEMM's input
+    "scores": ("attention scores",),  # Korthikanti 2022
+}
 
 
 def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], residual: Array) -> dict[str, Array]:
     none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
-    # Korthikanti's selective policy: without flash attention only the score matrices are dropped.
-    dropped = _CHEAP if job.attention == "flash" else ("attention scores",)
-    if job.model.mla is not None and job.attention == "flash":
+    dropped = _DROPPED[selective_policy(job)]
+    if job.model.mla is not None and dropped is _CHEAP:
         # q, k and v are made again from the latents, by two small matmuls.
-        dropped = ("q, k, v",) if job.framework.selective == "latents" else (*dropped, "q, k, v")
+        dropped = (*dropped, "q, k, v")
     if job.framework.exact_memory_trace and job.attention == "flash":
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")

@@ -63,6 +63,19 @@ def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
     return np.asarray((uncut(columns) | cut) & fits)
 
 
+def selective_policy(job: Job) -> str:
+    """What selective recomputation repeats for this model: cheap operators, `half` the GEMMs too, `latents` (the
+    up-projections of latent attention), `experts` (their norm and activation), `attention`, or with plain attention `scores`.
+    """
+    if job.attention != "flash":
+        return "scores"
+    if job.framework.selective != "modules":
+        return job.framework.selective
+    if job.model.mla is not None:
+        return "latents"
+    return "attention" if job.model.moe is None else "experts"
+
+
 def fused_blocks_problem(model: Model, seq: int) -> str | None:
     """What keeps a model's whole layers from being fused, in words; None: nothing does."""
     if model.moe is not None:

@@ -193,8 +193,6 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
             changes["routing"] = "capacity"
         elif flag(values, "cuda_graphs"):
             changes["routing"] = "graphed"
-    if "mla_up_proj" in values.get("recompute", "").lower():
-        changes["selective"] = "latents"
     if flag(values, "grad_accum_fusion") is False:
         changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
