@@ -251,7 +251,7 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
 
         pairs = [split_master.split(one) for one in before]
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
-        now = adamw_triton.step_inputs(FACTOR, RATE, BETAS, updates=1).to(device)
+        now = torch.cat((torch.tensor([FACTOR]), adamw_triton.step_inputs(RATE, BETAS, updates=1))).to(device)
 
         def run() -> tuple[Tensor, ...]:
             for (copy, rest), gradient, mean, square in zip(pairs, grads, means, squares, strict=True):

@@ -13,7 +13,7 @@ from parallel.harness import engine_of, job_of, training_of
 from ultrascale.kernels import selection, split_master
 from ultrascale.kernels.selection import Kernels
 from ultrascale.specs.layout import Layout
-from ultrascale.train.engine import Engine
+from ultrascale.train.engine import Engine, NotFiniteError
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,6 +24,10 @@ pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no 
 @pytest.fixture
 def kernel() -> ModuleType:
     return importlib.import_module("ultrascale.kernels.adamw_triton")
+
+
+def step_inputs(kernel: ModuleType, factor: float, rate: float = 0.1, updates: int = 4) -> torch.Tensor:
+    return torch.cat((torch.tensor([factor]), kernel.step_inputs(rate, (0.9, 0.95), updates))).to(DEVICE)
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -38,12 +42,21 @@ def test_one_weight(copied: bool, kernel: ModuleType) -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
     adamw.state[wanted] = state
     adamw.step()
-    now = kernel.step_inputs(0.5, 0.1, (0.9, 0.95), updates=4).to(DEVICE)
+    now = step_inputs(kernel, 0.5)
     kernel.step(weight, gradient, mean, square, copy, now, decay=0.2, betas=(0.9, 0.95), eps=1e-8)
     torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(square, state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
     assert copy is None or torch.equal(copy, weight)
+
+
+def test_a_factor_that_is_not_a_number_updates_nothing(kernel: ModuleType) -> None:
+    weight, gradient, mean, square, copy = torch.randn(5, 3000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    before = [one.clone() for one in (weight, mean, square, copy)]
+    gradient[7] = torch.nan
+    now = step_inputs(kernel, float("nan"))
+    kernel.step(weight, gradient, mean, square, copy, now, decay=0.2, betas=(0.9, 0.95), eps=1e-8)
+    assert all(torch.equal(one, other) for one, other in zip((weight, mean, square, copy), before, strict=True))
 
 
 @pytest.mark.parametrize("sizes", [(5,), (70_000, 3, 16384)])
@@ -61,7 +74,7 @@ def test_a_master_in_halves_steps_as_a_whole_one(kernel: ModuleType) -> None:
     fields = {"decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8}
     others = mean.clone(), square.clone()
     for updates in (4, 5, 6):
-        now = kernel.step_inputs(0.5, 1e-4, (0.9, 0.95), updates).to(DEVICE)
+        now = step_inputs(kernel, 0.5, 1e-4, updates)
         kernel.step(weight, gradient, mean, square, None, now, **fields)
         kernel.step(rest, gradient, *others, upper, now, **fields)
     assert torch.equal(split_master.join(upper, rest), weight)
@@ -93,3 +106,18 @@ def test_an_engine_steps_as_with_torchs_adamw(precision: str, kernel: ModuleType
         for name in ("exp_avg", "exp_avg_sq"):
             found_moment, wanted_moment = ours.optimizer.moment(mine, name), plain.optimizer.moment(other, name)
             torch.testing.assert_close(found_moment, wanted_moment, rtol=1e-4, atol=1e-9 if precision == "fp32" else 1e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the engine of this test is on the CPU")
+def test_a_gradient_that_is_not_finite_leaves_the_weights(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update is queued before the host has read the norm."""
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(adamw=True))
+    engine = engine_of(job_of("gpt2"), Layout(), training_of(steps=3))
+    engine.step(0)
+    before = [weight.exact().clone() for weight in engine.weights]
+    loss = engine.backward(engine.read(1))
+    engine.weights[2].gradient.view(-1)[3] = torch.inf
+    with pytest.raises(NotFiniteError, match=f"{engine.weights[2].shard.name} is not finite.*weights are those of step 1"):
+        engine.update(1, loss)
+    assert all(torch.equal(weight.exact(), old) for weight, old in zip(engine.weights, before, strict=True))
+    assert engine.optimizer.updates == 1

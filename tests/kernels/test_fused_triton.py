@@ -74,3 +74,15 @@ def test_gate(width: int, kernels: ModuleType) -> None:
     both, grad = 2 * numbers(5, 2 * width), numbers(5, width, seed=1)
     same((kernels.gate(both.to(DEVICE)),), (fused.gate(both),))
     same(kernels.gate_backward(grad.to(DEVICE), both.to(DEVICE)), fused.gate_backward(grad, both))
+
+
+@pytest.mark.parametrize(("length", "dim"), [(40, 16), (33, 24)])
+def test_merged_attention(length: int, dim: int, kernels: ModuleType) -> None:
+    """Rows in the middle of a longer sequence; the tile's output is a transposed tensor, as attention returns it."""
+    rows = slice(5, 5 + length)
+    out, lse = numbers(2, length + 9, 3, dim), numbers(2, 3, length + 9, seed=1)
+    tile, tile_lse = numbers(2, 3, length, dim, seed=2).transpose(1, 2), numbers(2, 3, length, seed=3)
+    mine, my_lse = out.clone().to(DEVICE), lse.clone().to(DEVICE)
+    kernels.merge_(mine[:, rows], my_lse[:, :, rows], tile.to(DEVICE), tile_lse.to(DEVICE))
+    fused.merge_(out[:, rows], lse[:, :, rows], tile, tile_lse)
+    same((mine, my_lse), (out, lse))

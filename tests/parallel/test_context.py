@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.launch import local
-from ultrascale.model.attention import attend
+from ultrascale.model.attention import TileAttention
 from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
@@ -24,6 +24,7 @@ from ultrascale.specs.validate import build
 torch.set_num_threads(1)
 
 VARIANTS: list[ContextParallel] = ["allgather", "ring", "zigzag", "ulysses"]
+ATTEND = TileAttention.forward
 SHIFT = comm.shift_start
 ALONE = Axis("cp", None, 0, 1, (0,))
 
@@ -157,11 +158,11 @@ def test_zigzag_balances_work_over_ranks() -> None:
 def mean_visible_keys(rank: int, nproc: int, store: str, variant: ContextParallel) -> float:
     scores: list[float] = []
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def counting(tiles: TileAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         scores.append(q.shape[1] * k.shape[1] * (0.5 if causal else 1.0))
-        return attend(q, k, v, causal, scale)
+        return ATTEND(tiles, q, k, v, causal)
 
-    context.attend = counting  # type: ignore[assignment]
+    TileAttention.forward = counting  # type: ignore[method-assign]
     case = Case(2, 2, seq=8 * nproc)
     ranks_of(rank, nproc, store, [(variant, case)])
     slice_squared = (case.seq // nproc) ** 2
@@ -181,12 +182,12 @@ def traced(rank: int, nproc: int, store: str) -> list[str]:
         events.append("send")
         return SHIFT(tensors, axis)
 
-    def noting(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def noting(tiles: TileAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         events.append("attend")
-        return attend(q, k, v, causal, scale)
+        return ATTEND(tiles, q, k, v, causal)
 
     comm.shift_start = shift_start  # type: ignore[assignment]
-    context.attend = noting  # type: ignore[assignment]
+    TileAttention.forward = noting  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     x = torch.ones(1, 4, 2, 4)
     ContextCore(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1, 2)), "zigzag")(x, x, x)

@@ -1,4 +1,4 @@
-"""Fused blocks under tensor parallelism against one process with plain ones: losses of three steps, all gradients."""
+"""Fused blocks cut by tp and cp against plain ones in one process: losses of three steps, all gradients."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ slow = pytest.mark.slow
         pytest.param({"tp": 4, "gas": 1, "mbs": 2, "recompute": "selective"}, marks=slow),
         pytest.param({"tp": 2, "dp": 2, "zero": 1, "gas": 2}, marks=slow),
         pytest.param({"tp": 2, "dp": 2, "gas": 2, "mbs": 2}, marks=slow),
+        {"cp": 2, "context_parallel": "zigzag", "gas": 2},
+        {"cp": 2, "context_parallel": "ulysses", "gas": 1, "mbs": 2},
+        {"cp": 2, "context_parallel": "allgather", "dp": 2, "zero": 3, "gas": 2},
+        pytest.param({"cp": 4, "context_parallel": "ring", "gas": 2, "recompute": "selective"}, marks=slow),
+        pytest.param({"cp": 2, "context_parallel": "zigzag", "tp": 2, "gas": 2, "mbs": 2}, marks=slow),
+        pytest.param({"cp": 2, "context_parallel": "allgather", "pp": 2, "gas": 4}, marks=slow),
     ],
     ids=str,
 )
 def test_fused_blocks_compute_what_plain_ones_do(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.tp > 1))
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
     check("llama", evaluate=True, **fields)
 
 
 def test_the_fused_block_is_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.tp > 1))
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
     monkeypatch.setattr(fused_block.TensorParallelFusedBlock, "out_mlp", lambda self, x, *_: 2 * x)
     with pytest.raises(AssertionError):
         check("llama", tp=2, gas=1)

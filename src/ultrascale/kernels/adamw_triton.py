@@ -22,8 +22,8 @@ def _step(  # type: ignore[no-untyped-def]
     COPIED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
     factor, rate, whole1, whole2 = tl.load(now), tl.load(now + 1), tl.load(now + 2), tl.load(now + 3)
+    inside = at < tl.where(factor == factor, size, 0)  # NaN: nothing is loaded, nothing stored
     g = tl.load(gradient + at, mask=inside).to(tl.float32) * factor
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
@@ -46,12 +46,12 @@ def _step(  # type: ignore[no-untyped-def]
             tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
 
 
-def step_inputs(factor: float, rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
-    """The inputs of the kernel that differ between updates; `updates` counts this one.
+def step_inputs(rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
+    """The inputs of the kernel that differ between updates, after the factor of the gradients; `updates` counts this one.
 
     The kernel reads them from memory, so that a replayed CUDA graph gets the new values.
     """
-    return torch.tensor((factor, rate, *(1 - beta**updates for beta in betas)), dtype=torch.float32)
+    return torch.tensor((rate, *(1 - beta**updates for beta in betas)), dtype=torch.float32)
 
 
 def step(
@@ -66,7 +66,8 @@ def step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One update of a weight, its moments and its copy, all contiguous; `now`: the result of `step_inputs`, on the same device.
+    """One update of a weight, its moments and its copy, all contiguous; `now`: the factor of the gradients (NaN: no
+    update) and the result of `step_inputs`, on the same device.
 
     An int16 master is the lower half of fp32 values whose upper half is the copy.
     """

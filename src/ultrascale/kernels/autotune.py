@@ -24,6 +24,7 @@ from ultrascale.kernels import flash, gated_gemm
 from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, one_line
 from ultrascale.kernels.selection import why_not_fused
+from ultrascale.model.attention import TileAttention
 from ultrascale.model.transformer import CausalAttention
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -102,19 +103,26 @@ class AttentionTimes:
 
     def apply(self, models: Iterable[nn.Module]) -> None:
         """Sets the order of torch's backends: the next is used for a shape that the first rejects, the math one last."""
-        first = next(iter(self.times_ms))
-        for core in (module for model in models for module in model.modules() if isinstance(module, CausalAttention)):
+        first, modules = next(iter(self.times_ms)), [module for model in models for module in model.modules()]
+        for core in (module for module in modules if isinstance(module, CausalAttention)):
             core.backends = [*(BACKENDS[name] for name in self.times_ms if name in BACKENDS), SDPBackend.MATH]
             core.kernel = flash.attend if first == FLASH_4 else None
+        for tiles in (module for module in modules if isinstance(module, TileAttention)):
+            tiles.cudnn = next((name for name in self.times_ms if name in ("cuDNN", "flash")), None) == "cuDNN"
 
 
 def fastest_attention(job: Job, layout: Layout, dtype: torch.dtype, device: torch.device) -> AttentionTimes | None:
-    """Times the kernels; None if there is no choice: on a CPU, with context parallelism, with a sliding window."""
+    """Times the kernels; None if there is no choice: on a CPU, with a sliding window.
+
+    Where context parallelism cuts attention into tiles, a rank's own tile is timed.
+    """
     model, window = job.model, job.model.sliding_window
-    if device.type != "cuda" or layout.cp > 1 or (window is not None and window < job.seq):
+    if device.type != "cuda" or (window is not None and window < job.seq):
         return None
-    heads, kv_heads = model.heads // layout.tp, max(1, model.kv_heads // layout.tp)
-    return time_attention(AttentionShape(layout.mbs, job.seq, heads, kv_heads, model.head_dim, dtype), device)
+    by_heads = layout.cp if layout.context_parallel == "ulysses" else 1
+    heads, kv_heads = (max(1, count // layout.tp // by_heads) for count in (model.heads, model.kv_heads))
+    length = job.seq * by_heads // layout.cp
+    return time_attention(AttentionShape(layout.mbs, length, heads, kv_heads, model.head_dim, dtype), device)
 
 
 def time_attention(shape: AttentionShape, device: torch.device) -> AttentionTimes | None:

@@ -1,4 +1,4 @@
-"""Triton kernels of the fused block: norm with residual sum, in-place rotary embedding, gate, and their backward.
+"""Triton kernels of the fused block: norm with residual sum, in-place rotary embedding, gate, their backward; merged attention.
 
 Each backward also writes what its forward did not save (the norm's output, the gate's), which the next GEMM needs: its inputs
 are in registers anyway. The plain implementations are in kernels/fused.py, the gain of each in docs/kernels.
@@ -12,6 +12,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 WARPS = 4
 PROGRAMS, STAGES = 2, 3  # of the norm's backward: programs per multiprocessor, rows of each in flight
 BLOCK = 4096  # elements of a row per program of the gate
+MERGED_ROWS = 32  # of one head, per program that merges attention
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -198,3 +199,35 @@ def gate_backward(grad: torch.Tensor, both: torch.Tensor) -> tuple[torch.Tensor,
     grad_both, out = torch.empty_like(both), torch.empty_like(grad)
     _gate_backward[(rows, triton.cdiv(width, BLOCK))](grad, both, grad_both, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS)
     return grad_both, out
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _merge(  # type: ignore[no-untyped-def]
+    out, lse, tile_out, tile_lse, length, out_batch, out_row, lse_batch, lse_head, tile_batch, tile_row, tile_head,
+    tile_lse_batch, tile_lse_head, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, wide_row = tl.arange(0, WIDTH)[None, :], row[:, None].to(tl.int64)
+    inside = row < length
+    mask = inside[:, None] & (at < DIM)
+    old_at, new_at = batch * lse_batch + head * lse_head + row, batch * tile_lse_batch + head * tile_lse_head + row
+    old, new = tl.load(lse + old_at, mask=inside, other=0.0), tl.load(tile_lse + new_at, mask=inside, other=0.0)
+    share = tl.sigmoid(new - old)[:, None]
+    place = out + batch * out_batch + wide_row * out_row + head * DIM + at
+    before = tl.load(place, mask=mask, other=0.0)
+    more = tl.load(tile_out + batch * tile_batch + wide_row * tile_row + head * tile_head + at, mask=mask, other=0.0)
+    tl.store(place, before + share * (more.to(tl.float32) - before), mask=mask)
+    largest = tl.maximum(old, new)
+    merged = largest + tl.log(tl.exp(old - largest) + tl.exp(new - largest))
+    tl.store(lse + old_at, merged, mask=inside)
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
+    """Merges attention over more keys into `out` [b, s, heads, d] in fp32 and `lse` [b, heads, s], in place."""
+    batch, length, heads, dim = out.shape
+    _merge[(triton.cdiv(length, MERGED_ROWS), heads, batch)](
+        out, lse, tile_out, tile_lse, length, out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
+        tile_out.stride(0), tile_out.stride(1), tile_out.stride(2), tile_lse.stride(0), tile_lse.stride(1),
+        DIM=dim, WIDTH=triton.next_power_of_2(dim), ROWS=MERGED_ROWS, num_warps=WARPS,
+    )  # fmt: skip

@@ -59,8 +59,6 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
     """
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
-    if layout.cp > 1:
-        return f"context parallelism cuts their sequences (cp = {layout.cp})"
     if layout.tp > 1 and not layout.sequence_parallel:
         return "tensor parallelism cuts them without sequence parallelism"
     if layout.tp > 1 and job.precision == "fp8":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 aten = torch.ops.aten
@@ -17,11 +17,16 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, cudnn: bool = False) -> tuple[Tensor, Tensor]:
     """The output [b, s, heads, d] and its log-sum-exp [b, heads, s] in fp32 (float64 for float64).
 
-    `causal` requires q and k of equal length; without it their lengths may differ.
+    `causal` requires q and k of equal length; without it their lengths may differ. `cudnn`: by its kernel on a GPU, instead of
+    FlashAttention 2.
     """
+    if cudnn and _flash_on_gpu(q):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse.squeeze(-1)
     if _flash_on_gpu(q):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -36,11 +41,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    cudnn: bool = False,
 ) -> Gradients:
     """Gradients of q, k and v in their own layouts; a head of k and v sums over the heads of q that use it."""
     if _flash_on_gpu(q):
-        return _flash_backward_on_gpu(grad_out, q, k, v, out, lse, causal, scale)
+        return _flash_backward_on_gpu(grad_out, q, k, v, out, lse, causal, scale, cudnn)
     groups = q.shape[2] // k.shape[2]
     grad_out, q, out = (x.transpose(1, 2) for x in (grad_out, q, out))
     k, v = _expand(k, groups), _expand(v, groups)
@@ -50,6 +63,20 @@ def attend_backward(
     else:
         dq, dk, dv = _plain_backward(grad_out, q, k, v, out, lse, causal, scale)
     return dq.transpose(1, 2), _gather(dk, groups), _gather(dv, groups)
+
+
+class TileAttention(nn.Module):
+    """Attention between some queries and some keys of a sequence, and its gradients."""
+
+    cudnn: bool = False
+    """by cuDNN's kernel on a GPU; kernels/autotune.py times both"""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, causal, float(q.shape[-1] ** -0.5), self.cudnn)
+
+    def gradients(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Gradients:
+        """`out` and `lse` are those over all keys."""
+        return attend_backward(grad_out, q, k, v, out, lse, causal, float(q.shape[-1] ** -0.5), self.cudnn)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -78,14 +105,20 @@ def _flash_on_gpu(q: Tensor) -> bool:
 
 
 def _flash_backward_on_gpu(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, cudnn: bool
 ) -> Gradients:
     grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
-    # The last two are the random state of dropout, which is off here.
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
-    backward = aten._scaled_dot_product_flash_attention_backward
-    lengths = q.shape[2], k.shape[2]
-    grads = backward(grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, causal, *unused, scale=scale)
+    saved, lengths = (grad_out, q, k, v, out), (q.shape[2], k.shape[2])
+    # `state` is the random state of dropout, which is off here.
+    if cudnn:
+        state = (torch.empty((), dtype=torch.int64, device=q.device),) * 2
+        cudnn_backward = aten._scaled_dot_product_cudnn_attention_backward
+        unused = None, None, None
+        grads = cudnn_backward(*saved, lse.unsqueeze(-1), *state, *unused, *lengths, 0.0, causal, scale=scale)
+    else:
+        state = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
+        backward = aten._scaled_dot_product_flash_attention_backward
+        grads = backward(*saved, lse, None, None, *lengths, 0.0, causal, *state, scale=scale)
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ultrascale.model.attention import Gradients, attend, attend_backward
+from ultrascale.kernels import fused
+from ultrascale.model.attention import Gradients, TileAttention
 from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.transformer import Attention, CausalAttention
 from ultrascale.parallel import comm
@@ -64,12 +65,13 @@ class ContextCore(nn.Module):
             )
         self.axis = axis
         self.variant: ContextParallel = variant
-        self.whole = CausalAttention(sliding_window) if variant == "ulysses" else None
+        self.attend: CausalAttention | TileAttention
+        self.attend = CausalAttention(sliding_window) if variant == "ulysses" else TileAttention()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.whole is not None:
-            return _ulysses(q, k, v, self.axis, self.whole)
-        return cast(Tensor, _TiledAttention.apply(q, k, v, self.axis, self.variant))  # type: ignore[no-untyped-call]
+        if isinstance(self.attend, CausalAttention):
+            return _ulysses(q, k, v, self.axis, self.attend)
+        return cast(Tensor, _TiledAttention.apply(q, k, v, self.axis, self.variant, self.attend))  # type: ignore[no-untyped-call]
 
 
 def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention) -> Tensor:
@@ -112,16 +114,14 @@ class _OnlineSoftmax:
         self.lse = lse.clone()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        before = self.lse[:, :, rows]
-        share = torch.sigmoid(lse - before).transpose(1, 2).unsqueeze(-1)  # of the new keys, [b, s, heads, 1]
-        self.out[:, rows].lerp_(at_least_fp32(out), share)
-        before.copy_(torch.logaddexp(before, lse))
+        fused.merge_(self.out[:, rows], self.lse[:, :, rows], out, lse)
 
 
 @dataclass(frozen=True)
 class _SavedTensors:
     """Saved tensors of this rank: the gradient of each tile needs the merged output and log-sum-exp."""
 
+    attend: TileAttention
     q: Tensor
     k: Tensor
     v: Tensor
@@ -131,44 +131,40 @@ class _SavedTensors:
 
     def backward(self, tile: AttentionTile, k: Tensor, v: Tensor) -> Gradients:
         rows = tile.rows
-        return attend_backward(
-            self.grad_out[:, rows],
-            self.q[:, rows],
-            k[:, tile.keys],
-            v[:, tile.keys],
-            self.out[:, rows],
-            self.lse[:, :, rows].contiguous(),
-            tile.causal,
-            _scale(self.q),
-        )
+        keys, values = k[:, tile.keys], v[:, tile.keys]
+        merged = self.out[:, rows], self.lse[:, :, rows].contiguous()
+        return self.attend.gradients(self.grad_out[:, rows], self.q[:, rows], keys, values, *merged, tile.causal)
 
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> Tensor:
-        merged = _gathered_forward(q, k, v, axis) if variant == "allgather" else _ring_forward(q, k, v, axis, variant)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel, attend: TileAttention
+    ) -> Tensor:
+        gathers = variant == "allgather"
+        merged = _gathered_forward(attend, q, k, v, axis) if gathers else _ring_forward(attend, q, k, v, axis, variant)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.axis, ctx.variant = axis, variant
+        ctx.axis, ctx.variant, ctx.attend = axis, variant, attend
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        saved = _SavedTensors(q, k, v, out, lse, grad_out.contiguous())
+        saved = _SavedTensors(ctx.attend, q, k, v, out, lse, grad_out.contiguous())
         if ctx.variant == "allgather":
-            return *_gathered_backward(saved, ctx.axis), None, None
-        return *_ring_backward(saved, ctx.axis, ctx.variant), None, None
+            return *_gathered_backward(saved, ctx.axis), None, None, None
+        return *_ring_backward(saved, ctx.axis, ctx.variant), None, None, None
 
 
-def _gathered_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSoftmax:
+def _gathered_forward(attend: TileAttention, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSoftmax:
     pending = [comm.all_gather_start(x, axis, dim=1) for x in (k, v)]
-    merged = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
+    merged = _OnlineSoftmax(*attend(q, k, v, True))
     keys, values = (x.wait() for x in pending)
     if axis.rank > 0:
         earlier = slice(0, axis.rank * q.shape[1])
-        merged.add(ALL, *attend(q, keys[:, earlier], values[:, earlier], False, _scale(q)))
+        merged.add(ALL, *attend(q, keys[:, earlier], values[:, earlier], False))
     return merged
 
 
@@ -192,9 +188,11 @@ def _gathered_backward(saved: _SavedTensors, axis: Axis) -> Gradients:
     return dq, dk, dv
 
 
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel) -> _OnlineSoftmax:
+def _ring_forward(
+    attend: TileAttention, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel
+) -> _OnlineSoftmax:
     pending = comm.shift_start([k, v], axis)
-    merged = _OnlineSoftmax(*attend(q, k, v, True, _scale(q)))
+    merged = _OnlineSoftmax(*attend(q, k, v, True))
     for step in range(1, axis.size):
         received = pending.wait()
         if step + 1 < axis.size:
@@ -202,7 +200,7 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextP
         tile = visible(variant, axis.rank, (axis.rank - step) % axis.size, q.shape[1])
         if tile is not None:
             keys, values = (x[:, tile.keys] for x in received)
-            merged.add(tile.rows, *attend(q[:, tile.rows], keys, values, tile.causal, _scale(q)))
+            merged.add(tile.rows, *attend(q[:, tile.rows], keys, values, tile.causal))
     return merged
 
 
@@ -233,7 +231,3 @@ def _ring_backward(saved: _SavedTensors, axis: Axis, variant: ContextParallel) -
         total = comm.shift_start(sums, axis).wait()
         dk, dv = dk + total[0], dv + total[1]
     return dq.to(saved.q.dtype), dk, dv
-
-
-def _scale(q: Tensor) -> float:
-    return float(q.shape[-1] ** -0.5)

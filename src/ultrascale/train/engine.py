@@ -44,6 +44,22 @@ class StepResult:
     """some rank received a signal to end the run"""
 
 
+class AsyncHostCopy:
+    """A copy of a small tensor on the host, which does not wait for work that is queued after it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> list[float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+
 class Engine:
     """One rank's model, optimizer and data of a job in a layout; train/build.py creates it."""
 
@@ -118,24 +134,34 @@ class Engine:
         """Norm, clipping and optimizer step, from the gradients of `backward`."""
         norm = self.optimizer.norm() / self.scale.value
         rate = learning_rate(self.training, number)
+        values = AsyncHostCopy(torch.stack((loss, norm, self._stop)))  # stacked: one device-to-host sync
+        queued = self.optimizer.inner is None
+        if queued:  # before the host has read the values, so that the GPU does not wait for it
+            factor = self._clip_factor(norm)
+            self.optimizer.step(rate, torch.where(torch.isfinite(loss) & torch.isfinite(norm), factor, torch.nan))
         began = time.perf_counter()
-        mean, length, stop = torch.stack((loss, norm, self._stop)).tolist()  # stacked: one device-to-host sync
+        mean, length, stop = values.wait()
         if self.cuda_graphs is not None:
             self.cuda_graphs.waited(time.perf_counter() - began)
         result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            if queued:
+                self.optimizer.updates -= 1  # it changed nothing
             if self.scale.value <= 1.0:  # not fp16, or a smaller scale would not help
                 raise NotFiniteError(self._not_finite_message(number, result))
             self.scale.update(overflow=True)
             return replace(result, skipped=True)
-        factor = 1 / self.scale.value
-        if self.training.clip:
-            factor *= min(1.0, self.training.clip / (result.grad_norm + 1e-6))
-        self.optimizer.step(rate, factor)
+        if not queued:
+            self.optimizer.step(rate, float(self._clip_factor(torch.tensor(length, dtype=torch.float64))))
         if self.balance is not None and self._loads is not None:
             self.balance.update_biases(self._loads)
         self.scale.update(overflow=False)
         return result
+
+    def _clip_factor(self, norm: torch.Tensor) -> torch.Tensor:
+        """What gradients are multiplied by: clipping, and the inverse of fp16's loss scale."""
+        clipped = (self.training.clip / (norm + 1e-6)).clamp(max=1.0) if self.training.clip else torch.ones_like(norm)
+        return clipped / self.scale.value
 
     def evaluate(self, batches: int) -> float:
         """Mean loss over `batches` global batches of held-out text."""

@@ -95,11 +95,11 @@ class Optimizer:
             squares = torch.stack(foreach_norm(gradients, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
         foreach_mul_([weight.gradient for weight in self.weights], factor)
 
-    def step(self, learning_rate: float, factor: float = 1.0) -> None:
-        """One update with the gradients times `factor`."""
+    def step(self, learning_rate: float, factor: float | torch.Tensor = 1.0) -> None:
+        """One update with the gradients times `factor`: for the fused kernel a tensor, where NaN updates nothing."""
         if self.inner is None:
             self._step_fused(learning_rate, factor)
             return
@@ -129,12 +129,13 @@ class Optimizer:
         largest = max(weight.master.numel() for weight in self.weights)
         return groups_up_to(largest, self.weights, lambda weight: weight.master.numel())
 
-    def _step_fused(self, learning_rate: float, factor: float) -> None:
+    def _step_fused(self, learning_rate: float, factor: float | torch.Tensor) -> None:
         from ultrascale.kernels import adamw_triton
 
         self.updates += 1
-        inputs = adamw_triton.step_inputs(factor, learning_rate, (self.training.beta1, self.training.beta2), self.updates)
-        self._step_inputs.copy_(inputs.pin_memory() if self._step_inputs.is_cuda else inputs, non_blocking=True)
+        inputs = adamw_triton.step_inputs(learning_rate, (self.training.beta1, self.training.beta2), self.updates)
+        self._step_inputs[1:].copy_(inputs.pin_memory() if self._step_inputs.is_cuda else inputs, non_blocking=True)
+        self._step_inputs[0] = factor
         self._fused_step()
 
     def _launch_fused_step(self) -> None:
