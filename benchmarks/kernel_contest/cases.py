@@ -253,9 +253,15 @@ def adamw(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Kerne
         means, squares = ([torch.zeros_like(one) for one in before] for _ in range(2))
         now = torch.cat((torch.tensor([FACTOR]), adamw_triton.step_inputs(RATE, BETAS, updates=1))).to(device)
 
+        columns = zip(pairs, grads, means, squares, strict=True)
+        weights = [
+            adamw_triton.AdamWTensors(rest, gradient, mean, square, copy, DECAY)
+            for (copy, rest), gradient, mean, square in columns
+        ]
+        kernel = adamw_triton.MultiTensorAdamW(torch.device(device))
+
         def run() -> tuple[Tensor, ...]:
-            for (copy, rest), gradient, mean, square in zip(pairs, grads, means, squares, strict=True):
-                adamw_triton.step(rest, gradient, mean, square, copy, now, decay=DECAY, betas=BETAS, eps=NEAR_ZERO)
+            kernel.step(weights, now, BETAS, NEAR_ZERO)
             return ()
 
         return KernelCandidate(run, result=lambda: _updates([split_master.join(copy, rest) for copy, rest in pairs]))

@@ -30,6 +30,11 @@ def step_inputs(kernel: ModuleType, factor: float, rate: float = 0.1, updates: i
     return torch.cat((torch.tensor([factor]), kernel.step_inputs(rate, (0.9, 0.95), updates))).to(DEVICE)
 
 
+def step(kernel: ModuleType, weights: list[tuple[torch.Tensor | float | None, ...]], now: torch.Tensor) -> None:
+    tensors = [kernel.AdamWTensors(*one) for one in weights]
+    kernel.MultiTensorAdamW(torch.device(DEVICE)).step(tensors, now, (0.9, 0.95), 1e-8)
+
+
 @pytest.mark.parametrize("copied", [True, False])
 def test_one_weight(copied: bool, kernel: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +48,7 @@ def test_one_weight(copied: bool, kernel: ModuleType) -> None:
     adamw.state[wanted] = state
     adamw.step()
     now = step_inputs(kernel, 0.5)
-    kernel.step(weight, gradient, mean, square, copy, now, decay=0.2, betas=(0.9, 0.95), eps=1e-8)
+    step(kernel, [(weight, gradient, mean, square, copy, 0.2)], now)
     torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(square, state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
@@ -55,15 +60,41 @@ def test_a_factor_that_is_not_a_number_updates_nothing(kernel: ModuleType) -> No
     before = [one.clone() for one in (weight, mean, square, copy)]
     gradient[7] = torch.nan
     now = step_inputs(kernel, float("nan"))
-    kernel.step(weight, gradient, mean, square, copy, now, decay=0.2, betas=(0.9, 0.95), eps=1e-8)
+    step(kernel, [(weight, gradient, mean, square, copy, 0.2)], now)
     assert all(torch.equal(one, other) for one, other in zip((weight, mean, square, copy), before, strict=True))
+
+
+def test_many_weights_step_as_one_by_one(kernel: ModuleType) -> None:
+    """Of several formats, sizes and decays; longer than one program's part; an empty one; and again with other gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weights() -> list[tuple[torch.Tensor | float | None, ...]]:
+        found: list[tuple[torch.Tensor | float | None, ...]] = []
+        for number, size in enumerate((5, 40_000, 0, 3000, 16_384)):
+            master, gradient, mean, square = torch.randn(4, size, generator=generator).to(DEVICE)
+            copy = torch.zeros_like(master, dtype=torch.bfloat16) if number % 2 else None
+            narrow = gradient.bfloat16() if number == 3 else gradient
+            found.append((master, narrow, mean, square.square(), copy, 0.1 * number))
+        return found
+
+    now, together = step_inputs(kernel, 0.5), weights()
+    kernels = kernel.MultiTensorAdamW(torch.device(DEVICE))
+    for _ in range(2):
+        alone = [tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in one) for one in together]
+        kernels.step([kernel.AdamWTensors(*one) for one in together], now, (0.9, 0.95), 1e-8)
+        for one, wanted in zip(together, alone, strict=True):
+            step(kernel, [wanted], now)
+            for mine, other in zip(one, wanted, strict=True):
+                assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+        together = [(one[0], new[1], *one[2:]) for one, new in zip(together, weights(), strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [(5,), (70_000, 3, 16384)])
 def test_the_sum_of_squares(sizes: tuple[int, ...], kernel: ModuleType) -> None:
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16().to(DEVICE) for size in sizes]
     wanted = sum(gradient.double().square().sum() for gradient in gradients)
-    torch.testing.assert_close(kernel.sum_of_squares(gradients).double(), wanted, rtol=1e-6, atol=0)
+    found = kernel.MultiTensorAdamW(torch.device(DEVICE)).sum_of_squares(gradients)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
 
 
 def test_a_master_in_halves_steps_as_a_whole_one(kernel: ModuleType) -> None:
@@ -71,12 +102,11 @@ def test_a_master_in_halves_steps_as_a_whole_one(kernel: ModuleType) -> None:
     weight, gradient, mean, square = torch.randn(4, 3000, generator=generator).to(DEVICE)
     square = square.square()
     upper, rest = split_master.split(weight)
-    fields = {"decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8}
     others = mean.clone(), square.clone()
     for updates in (4, 5, 6):
         now = step_inputs(kernel, 0.5, 1e-4, updates)
-        kernel.step(weight, gradient, mean, square, None, now, **fields)
-        kernel.step(rest, gradient, *others, upper, now, **fields)
+        step(kernel, [(weight, gradient, mean, square, None, 0.1)], now)
+        step(kernel, [(rest, gradient, *others, upper, 0.1)], now)
     assert torch.equal(split_master.join(upper, rest), weight)
     assert (upper.float() - weight).abs().max() > 0
     torch.testing.assert_close(upper.float(), weight, rtol=2**-8, atol=0)

@@ -13,6 +13,7 @@ from parallel.harness import job_of, training_of
 from ultrascale.data.corpora import corpus
 from ultrascale.kernels import autotune, flash, optional_kernels
 from ultrascale.launch import rank
+from ultrascale.model.attention import TileAttention
 from ultrascale.model.transformer import CausalAttention, Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
@@ -92,8 +93,23 @@ def test_nothing_is_timed_without_alternatives() -> None:
     job = job_of("llama")
     windowed = job.model_copy(update={"model": job.model.model_copy(update={"sliding_window": 4})})
     assert autotune.fastest_attention(job, Layout(), torch.bfloat16, CPU) is None
-    assert autotune.fastest_attention(job, Layout(cp=2), torch.bfloat16, GPU) is None
     assert autotune.fastest_attention(windowed, Layout(), torch.bfloat16, GPU) is None
+
+
+@pytest.mark.parametrize(("way", "shape"), [("zigzag", (2, 8, 2, 1)), ("ulysses", (2, 16, 1, 1))])
+def test_context_parallelism_times_what_a_rank_attends_to(
+    way: str, shape: tuple[int, ...], timed_shapes: list[autotune.AttentionShape]
+) -> None:
+    """Four query heads and two of keys over tp 2: a tile of half the sequence, or all of it with half the heads."""
+    job = job_of("llama").changed(seq=16, batch_tokens=32)
+    found = autotune.fastest_attention(job, Layout(tp=2, cp=2, mbs=2, context_parallel=way), torch.bfloat16, GPU)
+    assert {one[:4] for one in timed_shapes} == {shape}
+    assert found is not None
+    tiles = TileAttention()
+    found.apply([tiles])
+    assert not tiles.cudnn
+    autotune.AttentionTimes({autotune.FLASH_4: 0.5, CUDNN: 1.0, FLASH: 2.0}).apply([tiles])
+    assert tiles.cudnn
 
 
 def test_no_kernel_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from ultrascale.cost import communication, operators, stages
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import states
-from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes
+from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes, uses_fused_blocks
 from ultrascale.cost.network import CollectiveTransfer, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
@@ -145,7 +145,8 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
 def _repeats(stage: Stage) -> bool:
     """Whether recomputation repeats collectives of a layer that are not part of a matmul."""
     policy = stage.layout.recompute
-    return policy == "full" or (policy == "selective" and stage.job.framework.exact_memory_trace)
+    selective = policy == "selective" and stage.job.framework.exact_memory_trace
+    return policy == "full" or (selective and not uses_fused_blocks(stage.job, stage.row)[0])
 
 
 def _tensor(stage: Stage) -> Calls:

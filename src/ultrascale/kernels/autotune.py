@@ -193,7 +193,7 @@ def fastest_mlp(job: Job, layout: Layout, training: Training, dtype: torch.dtype
         return None
     if QUACK.why_not(dtype) or why_not_fused(job, layout, training):
         return None
-    return time_mlp(layout.mbs * job.seq, job.model.hidden, job.model.ffn // layout.tp, dtype, device)
+    return time_mlp(layout.mbs * job.seq // layout.cp, job.model.hidden, job.model.ffn // layout.tp, dtype, device)
 
 
 def time_mlp(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> MLPTimes | None:

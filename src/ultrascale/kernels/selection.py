@@ -61,8 +61,8 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return f"train.kernels is {training.kernels}"
     if layout.tp > 1 and not layout.sequence_parallel:
         return "tensor parallelism cuts them without sequence parallelism"
-    if layout.tp > 1 and job.precision == "fp8":
-        return f"tensor parallelism cuts them (tp = {layout.tp}), and their matmuls are in fp8"
+    if layout.tp * layout.cp > 1 and job.precision == "fp8":
+        return f"layers are cut (tp = {layout.tp}, cp = {layout.cp}), and their matmuls are in fp8"
     if _splits(layout):
         return f"{layout.schedule} splits their backward"
     if layout.recompute == "full":

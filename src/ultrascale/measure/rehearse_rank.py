@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,10 @@ def _rehearsed(
     here = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
     mesh, techniques = unconnected_groups(Mesh.build(smaller, job.model.kv_heads, rank, here))
     engine = build_engine(
-        job, mesh, Training.model_validate({"steps": 1, "kernels": kernels}), cast(Batches, ConstantBatches(job.seq))
+        job,
+        mesh,
+        Training.model_validate({"steps": 1000 if device == "cuda" else 1, "kernels": kernels}),
+        cast(Batches, ConstantBatches(job.seq)),
     )
     engine.optimizer.continued(1)  # so that its states exist
     _warm_up_gather(engine)
@@ -89,9 +93,10 @@ def _rehearsed(
         without_values(engine)
     kernels_s = step_s = None
     if device == "cuda":
-        engine.step(0)  # compiles and selects kernels
-        kernels_s = kernel_times(lambda: engine.step(0))
-        step_s = step_time(lambda: engine.step(0))
+        numbers = itertools.count()  # the next step's batch is read during this one
+        engine.step(next(numbers))  # compiles and selects kernels
+        kernels_s = kernel_times(lambda: engine.step(next(numbers)))
+        step_s = step_time(lambda: engine.step(next(numbers)))
     memory, tracker = _accounted(engine, techniques, fake)
     # A step reads inputs and targets of all its micro-batches before it computes.
     unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize

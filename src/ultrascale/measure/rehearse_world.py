@@ -172,7 +172,7 @@ def as_on_a_gpu() -> Iterator[None]:
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
             (attention, "_gather", _few_heads),
-            (ultrascale.kernels, "adamw_triton", SimpleNamespace(step_inputs=_nothing, step=_nothing, sum_of_squares=_nothing)),
+            (ultrascale.kernels, "adamw_triton", _ADAMW),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield
@@ -246,6 +246,11 @@ def _nothing(*_: object, **__: object) -> Tensor:
     return torch.zeros(())
 
 
+_ADAMW = SimpleNamespace(
+    step_inputs=_nothing,
+    AdamWTensors=_nothing,
+    MultiTensorAdamW=lambda _: SimpleNamespace(step=_nothing, sum_of_squares=_nothing),
+)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default

@@ -9,7 +9,8 @@ import math
 from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +24,9 @@ from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, forea
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import groups_up_to
+
+if TYPE_CHECKING:
+    from ultrascale.kernels.adamw_triton import MultiTensorAdamW
 
 
 @dataclass
@@ -88,9 +92,7 @@ class Optimizer:
         gradients = [weight.gradient for weight in self.weights if weight.shard.is_primary and weight.gradient.numel()]
         squares = torch.zeros((), device=self.mesh.device)
         if gradients and self.inner is None:
-            from ultrascale.kernels import adamw_triton
-
-            squares = adamw_triton.sum_of_squares([gradient.contiguous() for gradient in gradients])
+            squares = self._kernel.sum_of_squares([gradient.contiguous() for gradient in gradients])
         elif gradients:
             squares = torch.stack(foreach_norm(gradients, dtype=torch.float32)).to(self.mesh.device).square().sum()
         return comm.all_reduce(squares, self.mesh.parts).sqrt()
@@ -138,25 +140,25 @@ class Optimizer:
         self._step_inputs[0] = factor
         self._fused_step()
 
+    @cached_property
+    def _kernel(self) -> MultiTensorAdamW:
+        from ultrascale.kernels import adamw_triton
+
+        return adamw_triton.MultiTensorAdamW(self.mesh.device)
+
     def _launch_fused_step(self) -> None:
         from ultrascale.kernels import adamw_triton
 
-        training = self.training
+        training, weights = self.training, []
         for weight in self.weights:
             moments = self.state[weight.master]
             if not moments:
                 moments.update(self._zero_moments(weight))
-            adamw_triton.step(
-                weight.master,
-                weight.gradient.contiguous(),
-                moments["exp_avg"],
-                moments["exp_avg_sq"],
-                weight.local if weight.master is not weight.local else None,
-                self._step_inputs,
-                decay=training.weight_decay if weight.shard.decays else 0.0,
-                betas=(training.beta1, training.beta2),
-                eps=training.eps,
-            )
+            tensors = weight.master, weight.gradient.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]
+            copy = weight.local if weight.master is not weight.local else None
+            decay = training.weight_decay if weight.shard.decays else 0.0
+            weights.append(adamw_triton.AdamWTensors(*tensors, copy, decay))
+        self._kernel.step(weights, self._step_inputs, (training.beta1, training.beta2), training.eps)
 
     def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
         """Moments before the first update, in fp32 also for split masters."""
