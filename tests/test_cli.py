@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from ultrascale import Plan, __version__, estimate
+from ultrascale.cli.common import app
 from ultrascale.launch.launcher import has_gpu
 
 Run = Callable[..., tuple[int, str, str]]
@@ -284,6 +287,18 @@ def test_every_verb_has_help(run: Run, verb: str, flag: str) -> None:
     code, out, _ = run(verb, flag)
     assert code == 0
     assert f"ultrascale {verb}" in out
+
+
+def test_help_at_80_columns_cuts_no_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    group = typer.main.get_group(app)
+    words = [(name,) for name in group.commands]
+    words += [(name, part) for name, one in group.commands.items() for part in getattr(one, "commands", {})]
+    assert len(words) > 20
+    for command in words:
+        out = run(*command, "--help")[1]
+        assert max(map(len, out.splitlines())) <= 80, command
+        assert not re.search(r"[\w,/]…\s*│", out), (command, out)
 
 
 def test_the_version_and_the_panels_of_the_help(run: Run) -> None:

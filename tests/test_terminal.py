@@ -17,9 +17,14 @@ from rich.table import Table
 from builders import make_job
 from ultrascale.measure.accuracy.runs import read
 from ultrascale.measure.accuracy.scores import ScoredRun, score
+from ultrascale.measure.bench_collectives import CollectivesReport, CollectiveTiming
+from ultrascale.measure.bench_ladders import Figures, Ladder, Rung
+from ultrascale.measure.compare import ComparedTerm
+from ultrascale.measure.trace_analysis import Analysis
+from ultrascale.measure.trace_times import RankTime, StepTime, TechniqueTime
 from ultrascale.plan import plan
 from ultrascale.plan.what_if import largest, what_if
-from ultrascale.show import accuracy, explain, lines, presets
+from ultrascale.show import accuracy, bench, compare, explain, lines, presets, profile
 from ultrascale.show.lines import PlainConsole, bullets, labelled
 from ultrascale.show.plan import show_result
 from ultrascale.specs.folders import folder_name
@@ -148,6 +153,26 @@ def outputs() -> dict[str, Callable[[Console], object]]:
         "a preset": lambda console: presets.show_presets(console, "h100"),
         "a row": lambda console: accuracy.show_row(console, rows[0]),
         "accuracy": lambda console: accuracy.show(console, rows, rows, "source", 5),
+        **measured_outputs(),
+    }
+
+
+def measured_outputs() -> dict[str, Callable[[Console], object]]:
+    """The widest figures of verbs that measure: hundreds of milliseconds, ranks of three digits, sizes of GiB."""
+    step = StepTime("step 5", *(0.1234,) * 6)
+    techniques = (TechniqueTime("context", 3072.0, {"reduce_scatter": 1024.0, "all_gather": 2048.0}, 0.4567, 0.1234),)
+    rank = RankTime("rank127.json.gz", 127, "gpu", 9, None, (step,) * 5, techniques, (), None, None, None)
+    terms = tuple(ComparedTerm(name, "s", 0.1234, 0.2345, part=True) for name in ("tensor communication", "gradient reduction"))
+    timings = tuple(CollectiveTiming("reduce_scatter", 128, 2**size, 0.1234, 0.1111, 0.2345) for size in (20, 30))
+    figures = Figures(0.1234, 123.4, 0.1234, 0.1234)
+    rung = Rung(
+        "gradients reduced in buckets", "all-reduce of 25 MiB", "dp128 zero0 mbs1·gas16", figures, figures, 123456.0, 0.4
+    )
+    return {
+        "profile": lambda console: profile.show(console, Analysis((rank,) * 3, None, terms, ("A step takes 0.1 s",), ())),
+        "compare": lambda console: compare.show_terms(console, "one step", ("planned", "measured"), terms),
+        "bench collectives": lambda console: bench.show_collectives(console, CollectivesReport("128 GPUs over NCCL", timings)),
+        "bench ladders": lambda console: bench.show_ladder(console, Ladder("data", "data parallelism", (rung, rung))),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ultrascale.cost.estimate import estimate
@@ -11,7 +13,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
-from ultrascale.train.request import TRY_SEQUENCES, Overrides, _resized, from_model, from_plan
+from ultrascale.train.request import TRY_SEQUENCES, Overrides, _resized, from_model, from_plan, from_words
 
 TINY = Model.load("tiny")
 
@@ -74,6 +76,23 @@ def test_a_plan_in_bf16_runs_in_fp32_where_there_is_no_gpu():
     assert request.job.precision == "fp32"
     assert "fp32" in request.notes[0]
     assert from_plan(plan, Overrides.parse(["job.precision=bf16"]), 1, gpu=False).job.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "layout"),
+    [
+        ([], 4, {"dp": 4, "gas": 2}),  # as planned
+        (["layout.tp=2"], 4, {"dp": 2, "tp": 2, "gas": 4}),
+        ([], 3, {"dp": 1, "gas": 8}),  # too few GPUs here: one process
+    ],
+)
+def test_a_plan_starts_its_processes_where_there_are_enough_devices(
+    words: list[str], devices: int, layout: dict[str, int], tmp_path: Path
+) -> None:
+    planned(Layout(dp=4, gas=2)).save(tmp_path / "plan.yaml")
+    request = from_words([str(tmp_path / "plan.yaml"), *words], {}, None, False, devices=devices)
+    assert request.layout == Layout(**layout)
+    assert from_words([str(tmp_path / "plan.yaml")], {}, 2, False, devices=devices).layout.dp == 2  # --nproc 2
 
 
 @pytest.mark.parametrize(

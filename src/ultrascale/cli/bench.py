@@ -58,7 +58,7 @@ def layouts(
         str | None,
         typer.Option(
             "--storage",
-            help="Where trials are stored: [cyan]sqlite:///study.db[/], or [cyan]postgresql://user@host/database[/], which "
+            help="Where trials are stored: [cyan]sqlite:///study.db[/], or [cyan]postgresql://user@host/db[/], which "
             "several machines can share. Default: study.db in the folder.",
         ),
     ] = None,
@@ -181,8 +181,8 @@ def ladders(
         str | None,
         typer.Option(
             "--only",
-            help="A selection: [cyan]data,zero,tensor,context,pipeline[/] (several processes), "
-            "[cyan]recompute,precision,kernels[/] (one). Default: all.",
+            help="A selection: [cyan]data, zero, tensor, context, pipeline[/] (several processes), "
+            "[cyan]recompute, precision, kernels[/] (one). Default: all.",
         ),
     ] = None,
     model: Annotated[

@@ -38,7 +38,13 @@ PLAN, RUN, MEASURE, EXPORT = "Plan", "Run", "Measure", "Report and export"
 PlanArgument = Annotated[Path, typer.Argument(help="A plan written by [cyan]ultrascale plan -o[/].", metavar="PLAN.YAML")]
 NprocOption = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, max=1024, help="Number of processes to start here; not needed under torchrun or srun."),
+    typer.Option(
+        "--nproc",
+        min=1,
+        max=1024,
+        help="Processes to start here; not needed under torchrun or srun. Default: as many as the plan has GPUs, if this "
+        "machine has as many GPUs (or cores); otherwise one.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFileOption = Annotated[Path | None, typer.Option("--json", help="Also write all figures as JSON.", metavar="OUT.JSON")]
@@ -132,7 +138,7 @@ def job_from_options(
     cluster: str,
     batch_tokens: str,
     seq: str | None,
-    precision: str = "bf16",
+    precision: str | None = None,
     gradients: str = "fp32",
     optimizer: str = "adamw",
     attention: str = "flash",
@@ -141,7 +147,8 @@ def job_from_options(
 ) -> Job:
     """A Job from words of the command line: presets or files, sizes such as 4M and 8k, `here`.
 
-    Without a sequence length it is 8192 tokens, or as many as the model takes.
+    Without a sequence length it is 8192 tokens, or as many as the model takes; without a precision bf16, on a
+    CPU fp32.
     """
     from ultrascale.specs import units
     from ultrascale.specs.framework import Framework
@@ -160,7 +167,7 @@ def job_from_options(
             if seq is None
             else units.tokens(seq, "--seq", "8192 or 8k"),
             "batch_tokens": units.tokens(batch_tokens, "--batch-tokens"),
-            "precision": precision,
+            "precision": precision or ("fp32" if place.gpu.name == "cpu" else "bf16"),
             "gradients": gradients,
             "optimizer": optimizer,
             "attention": "plain" if engine.attention.startswith("plain") else attention,

@@ -202,7 +202,8 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     mine = rank_info_from_env() if nproc is None else None
     before = STEPS_BEFORE_ON_GPU if launcher.has_gpu() else STEPS_BEFORE
     settings = {"train.steps": before + steps, "checkpoint.save": "false"}
-    request = from_words(words, settings, mine.world if mine else nproc, launcher.has_gpu())
+    world = mine.world if mine else nproc
+    request = from_words(words, settings, world, launcher.has_gpu(), devices=launcher.local_devices())
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     import_torch()
     from ultrascale.measure import profile as measure

@@ -44,12 +44,11 @@ def quickstart(
     from ultrascale.train.log import batch_line
     from ultrascale.train.request import Overrides, from_plan
 
-    console, gpu = terminal(), launcher.has_gpu()
-    precision = "bf16" if gpu else "fp32"
-    heading(console, f"$ ultrascale plan mini --cluster here --batch-tokens 4k --seq 256 --precision {precision} -o {output}")
+    console = terminal()
+    heading(console, f"$ ultrascale plan mini --cluster here --batch-tokens 4k --seq 256 -o {output}")
     with progress() as say:
         say("measuring this machine")
-        job = job_from_options("mini", "here", "4k", "256", precision=precision)
+        job = job_from_options("mini", "here", "4k", "256")
         result = search(job, top=3, progress=say)
     best = result.plans[0]
     best.save(output)
@@ -144,6 +143,7 @@ def train(
         allow_changed,
         first,
         periodic_progress("comparing train.data with the run's"),
+        launcher.local_devices(),
     )
     if out is None:
         new = Path("runs") / f"{folder_name(request.job.model.name)}-{datetime.now():%Y%m%d-%H%M%S}"

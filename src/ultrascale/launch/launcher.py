@@ -205,6 +205,13 @@ def has_gpu() -> bool:
     return bool(gpu_names())
 
 
+def local_devices() -> int:
+    """GPUs of this machine, or cores of its CPU."""
+    from ultrascale.launch.machine import cores, gpu_names
+
+    return len(gpu_names()) or cores()
+
+
 def detect_cluster(world: int, precision: str, timeout_s: float = 600.0) -> Cluster | None:
     """This machine, for a prediction; None if its kind is unknown or has no peak for that precision.
 

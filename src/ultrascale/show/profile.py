@@ -11,14 +11,16 @@ from rich.table import Table
 from ultrascale.measure.trace_analysis import Analysis
 from ultrascale.measure.trace_times import RankTime
 from ultrascale.show.compare import show_terms
-from ultrascale.show.lines import attributes, bullets, count_of, heading, notes, table
+from ultrascale.show.lines import attributes, bullets, compact, count_of, heading, notes, table
 from ultrascale.specs.units import seconds
 
 MOST_RANKS = 16  # in the table; all are in the JSON
+WIDE = 100  # columns for the ranks between lines
 
 
 def show(console: Console, found: Analysis) -> None:
-    console.print(_ranks(found.ranks))
+    grid = _ranks(found.ranks)
+    console.print(grid if console.width >= WIDE else compact(grid))
     if len(found.ranks) > MOST_RANKS:
         console.print(f"and {len(found.ranks) - MOST_RANKS:,} more ranks (--json has them)")
     if any(one.techniques for one in found.ranks):

@@ -110,12 +110,14 @@ def from_words(
     allow_changed: str | None = None,
     first: bool = True,
     report: Report | None = None,
+    devices: int = 1,
 ) -> Request:
     """Builds and checks a request from the command line; starts nothing.
 
-    `options`: overrides with their own flag, such as train.steps. `world`: processes; None: one, or as many as the resumed run
-    had. `allow_changed`: for a resumed run, `data`, `seed` or both. `first`: whether this is rank 0, which alone reads the data
-    to compare it; `report`: called with its progress.
+    `options`: overrides with their own flag, such as train.steps. `world`: processes; None: as many as the plan or the resumed
+    run has, but one for a plan of more than the `devices` of this machine, and for a model. `allow_changed`: for a resumed run,
+    `data`, `seed` or both. `first`: whether this is rank 0, which alone reads the data to compare it; `report`: called with its
+    progress.
     """
     allowed = allowed_changes(allow_changed, resume)
     file = words[0] if words and "=" not in words[0] else None
@@ -131,14 +133,21 @@ def from_words(
         repeated = last if last is not None and last.resumed_from == kept.folder.name else None
         request = from_checkpoint(kept, changes, world, gpu, plan, repeated, allowed, first, report)
     else:
-        request = _new_run(file, model, changes, world or 1, gpu, checkpoint.resolve(weights) if weights is not None else None)
+        source = checkpoint.resolve(weights) if weights is not None else None
+        request = _new_run(file, model, changes, world, devices, gpu, source)
     if gpu or request.job.precision != "fp8":
         return request
     return replace(request, notes=(*request.notes, "no GPU here: fp8 is emulated, with its rounding and without its speed"))
 
 
 def _new_run(
-    file: str | None, model: str | None, changes: Overrides, world: int, gpu: bool, source: Checkpoint | None
+    file: str | None,
+    model: str | None,
+    changes: Overrides,
+    world: int | None,
+    devices: int,
+    gpu: bool,
+    source: Checkpoint | None,
 ) -> Request:
     sources = sum((file is not None, model is not None))
     if sources > 1 or (sources == 0 and source is None):
@@ -146,10 +155,12 @@ def _new_run(
     if file is not None:
         if file.lower() in Model.preset_names() and not os.path.exists(file):
             raise SpecError(f"{file} is a model, not a plan file: try `ultrascale train --model {file}`")
-        request = from_plan(Plan.load(file), changes, world, gpu=gpu)
+        plan = Plan.load(file)
+        needed = _processes(plan.layout, changes.layout)
+        request = from_plan(plan, changes, world or (needed if needed <= devices else 1), gpu=gpu)
     else:
         shape = source.job.model if model is None and source is not None else Model.load(str(model))
-        request = from_model(shape, changes, world, precision="bf16" if gpu else "fp32")
+        request = from_model(shape, changes, world or 1, precision="bf16" if gpu else "fp32")
     if source is not None:
         _refuse_other_model(request.job.model, source.job.model, source.folder)
         request = replace(request, weights=source.folder)
