@@ -210,19 +210,21 @@ class ChunkMemory:
     @cached_property
     def saved(self) -> Array:
         """Live for one micro-batch in flight. A traced stage also keeps its output, from which its backward starts, and one
-        table of rotary angles.
+        table of rotary angles. At a V's turn that output is the next chunk's input, which the next chunk does not count again:
+        the chunk at the turn is in flight before and after it.
         """
         if not self.job.framework.exact_memory_trace:
             return self.saved_layers
         model, b = self.job.model, compute_bytes(self.job)
         angles = 2 * b * self.job.seq / self.columns.cp * model.head_dim * (model.positions == "rotary")
-        return np.asarray(self.saved_layers + angles + np.where(self.sends_output, self.residual, 0.0))
+        after_turn = self.columns.schedule_has("v_shaped") & (self.share.rank == self.columns.pp)
+        ends = (1.0 * self.sends_output - after_turn) * self.residual
+        return np.asarray(self.saved_layers + angles + ends)
 
     @cached_property
     def sends_output(self) -> Array:
-        """Neither the last chunk nor, in a V, the one at the turn, whose output is the next one's input."""
-        turn = self.columns.schedule_has("v_shaped") & (self.share.rank == self.columns.pp - 1)
-        return np.asarray((self.columns.pp > 1) & (self.share.head == 0) & ~turn)
+        """Every chunk but the last."""
+        return np.asarray((self.columns.pp > 1) & (self.share.head == 0))
 
     @cached_property
     def deferred_layers(self) -> Array:
@@ -277,6 +279,14 @@ class ChunkMemory:
         """FSDP holds a layer's fresh gradients until its backward ends, unless autograd adds each to one of the same format."""
         added = ~self.reduce_scatters & (not self.first_backward) & (compute_bytes(self.job) == gradient_bytes(self.job))
         return np.asarray(self.sharded & ~added)
+
+    @cached_property
+    def views_of_experts(self) -> Array:
+        """Experts whose weight gradients may be deferred, that ep cuts or FSDP slices, are multiplied through views, all made
+        before the first GEMM: in backward, gradients wait at them until the last one's is there.
+        """
+        _, slices = states.expert_slices(self.job.model, self.columns, self.shards)
+        return np.asarray(self.columns.split_backward | (self.columns.ep > 1) | (slices > 1))
 
     @cached_property
     def frees_gathered(self) -> Array:

@@ -158,19 +158,25 @@ def per_layer(model: Model, columns: LayoutColumns, shards: Array | int = 1) -> 
 
 
 def _experts(model: Model, columns: LayoutColumns, shards: Array) -> Array:
-    """All experts of a layer on one rank. FSDP shards their stack, in slices where shards are a multiple of experts."""
+    """All experts of a layer on one rank, with FSDP's padding."""
     moe, cut = model.moe, columns.expert_cut
     assert moe is not None
     each = sum(weight.elements / (cut if weight.cut != "none" else 1) for weight in mlp(model, moe.expert_ffn))
     elements = np.asarray(each * moe.experts / columns.ep)
+    shards, slices = expert_slices(model, columns, shards)
+    padding = -(moe.experts // columns.ep * slices) % shards
+    return np.asarray(elements + padding * ((2 + model.gated) * model.hidden * (moe.expert_ffn // cut) / slices))
+
+
+def expert_slices(model: Model, columns: LayoutColumns, shards: Array) -> tuple[Array, Array]:
+    """Shards of a layer's experts: FSDP cuts their stack, in slices of each where shards are a multiple of experts."""
+    moe, cut = model.moe, columns.expert_cut
+    assert moe is not None
     shards = np.maximum(1, shards * columns.tp // cut // columns.ep)
-    if not np.any(shards > 1):
-        return elements
     rows, width, h = moe.experts // columns.ep, moe.expert_ffn // cut, model.hidden
     slices = np.maximum(1, shards // rows)
     divides = (rows * slices == shards) & (width % slices == 0) & (h % slices == 0)
-    slices = np.where(divides, slices, 1)
-    return np.asarray(elements + -(rows * slices) % shards * ((2 + model.gated) * h * width / slices))
+    return shards, np.where(divides, slices, 1)
 
 
 @dataclass(frozen=True)

@@ -213,12 +213,15 @@ def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Ite
 
 
 def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
-    """Fresh weight gradients, which FSDP holds until its group's backward ends. Experts' are stacked from those of each."""
+    """Fresh weight gradients, which FSDP holds until its group's backward ends, and views of experts until the last is there.
+
+    Experts' are stacked from those of each.
+    """
     event, gated = LayerEvent, chunk.job.model.gated
     fresh = np.where(split, 0.0, chunk.mlp_weight_gradient[moe])
-    kept = np.where(chunk.holds_fresh_gradients, fresh, 0.0)
+    kept = np.where(chunk.holds_fresh_gradients | (moe and chunk.views_of_experts), fresh, 0.0)
     own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
-    until_end = np.where(own_group, 0.0, kept)
+    until_end = np.where(chunk.holds_fresh_gradients & ~own_group, fresh, 0.0)
     stacked = (2 if moe else 1) * fresh
     yield buffer("weight gradient of down", stacked, event.DOWN_MATMUL, event.GATE)
     yield buffer("weight gradient of down, held", kept, event.GATE, event.MLP_NORM)
