@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nicegui import run, ui
 
 from ultrascale.figures import runs as run_figures
-from ultrascale.measure.accuracy.runs import read
-from ultrascale.measure.accuracy.scores import ScoredRun, score
-from ultrascale.specs.errors import RunError, SpecError
+from ultrascale.measure.accuracy.scores import ScoredRun, send_scores
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
-PASSES = 16  # runs are predicted in this many passes over the file, so that the first few are from all of its sources
-FIRST_BATCH, BATCH = 8, 24  # runs per prediction
-REDRAW_S = 0.5  # between two drawings of predictions that come in
+FIRST_S, REDRAW_S = 0.05, 0.5  # until the first drawing, and between two drawings of predictions that come in
 
 
 class PublishedScores:
@@ -53,7 +47,7 @@ class PublishedScores:
             return
         context = get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=_send_predictions, args=(self.file, sender), daemon=True).start()
+        context.Process(target=send_scores, args=(self.file, sender), daemon=True).start()
         sender.close()
         while not self.total or len(self.scored) < self.total:
             part = await run.io_bound(receiver.recv)
@@ -65,20 +59,6 @@ class PublishedScores:
                 self.total = part
             else:
                 self.scored += part
-
-
-def _send_predictions(file: Path, sender: Connection) -> None:
-    """Send how many runs there are, then their predictions. Ends with the server: a pipe without a reader breaks."""
-    with suppress(BrokenPipeError, KeyboardInterrupt):
-        try:
-            runs = read(file)[0]
-            spread = [one for start in range(PASSES) for one in runs[start::PASSES]]
-            sender.send(len(spread))
-            starts = [0, *range(FIRST_BATCH, len(spread), BATCH)]
-            for start, end in zip(starts, [*starts[1:], len(spread)], strict=True):
-                sender.send(score(spread[start:end]))
-        except (SpecError, RunError) as error:
-            sender.send(error)
 
 
 class Accuracy:
@@ -103,7 +83,7 @@ class Accuracy:
         """Follow the predictions until all are on the page."""
         drawn = len(self.scores.scored)
         while not self.scores.done and not self.frame.closed:
-            await asyncio.sleep(REDRAW_S)
+            await asyncio.sleep(REDRAW_S if drawn else FIRST_S)
             if len(self.scores.scored) > drawn and not self.scores.done and not self.frame.closed:
                 drawn = len(self.scores.scored)
                 self.draw()

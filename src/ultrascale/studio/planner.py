@@ -48,7 +48,6 @@ FIGURES: dict[str, Callable[[Plan], go.Figure | None]] = {
     "sensitivity": lambda plan: search_figures.sensitivity(plan) if plan.rejected else None,
 }
 REST_S = 0.05  # wait until a moving control rests
-PREVIEW_DELAY_S = 0.1  # show the closed-form ranking only if simulation takes longer
 SENT_S = 0.03  # time to send the numbers to the browser
 
 
@@ -149,7 +148,7 @@ class Planner:
         page = asyncio.get_running_loop()
 
         def preview(ranked: list[LayoutPreview]) -> None:  # called in the search's thread
-            page.call_soon_threadsafe(page.call_later, PREVIEW_DELAY_S, self.show_preview, mine, job, ranked)
+            page.call_soon_threadsafe(self.show_preview, mine, job, ranked)
 
         def go_on(sentence: str) -> None:
             if mine != self.requested or self.frame.closed:

@@ -73,7 +73,18 @@ class MeasuredRun:
 
 
 def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
-    """Every row as a Run, and a line per problem that the file itself has."""
+    """Every row as a run, and a line per problem that the file itself has."""
+    rows, problems = read_cells(path)
+    runs, ids = [read_row(values, line) for line, values in rows.items()], set[str]()
+    for line, run in zip(rows, runs, strict=True):
+        if run.id in ids:
+            problems.append(f"line {line}: id '{run.id}' stands twice")
+        ids.add(run.id)
+    return runs, problems
+
+
+def read_cells(path: Path) -> tuple[dict[int, dict[str, str]], list[str]]:
+    """The cells of every row by its line, for `read_row`, and a sentence for each column that is not known."""
     text = read_named(path, f"runs file {path}", "name a CSV of measured runs", MAX_CSV_BYTES)
     rows = csv.DictReader(text.splitlines())
     try:
@@ -85,17 +96,12 @@ def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
     if missing:
         raise SpecError(f"runs file {path} lacks the columns {', '.join(missing)}: it needs at least {', '.join(REQUIRED)}")
     problems = [f"column '{name}' is unknown and ignored: {nearest(name, COLUMNS)}" for name in header if name not in COLUMNS]
-    runs, ids = [], set()
-    for line, values in enumerate(lines, start=2):
-        cleaned = {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
-        run = read_row(cleaned, line)
-        if run.id in ids:
-            problems.append(f"line {line}: id '{run.id}' stands twice")
-        ids.add(run.id)
-        runs.append(run)
-    if not runs:
+    if not lines:
         raise SpecError(f"runs file {path} has a header and no rows")
-    return runs, problems
+    return {
+        line: {(k or "").strip(): (v or "").strip() for k, v in values.items() if isinstance(v, str) or v is None}
+        for line, values in enumerate(lines, start=2)
+    }, problems
 
 
 def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:

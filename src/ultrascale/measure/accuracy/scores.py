@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import combinations
+from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -16,7 +19,8 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import sustained
 from ultrascale.cost.kernels import attention_line, attention_rate
 from ultrascale.cost.legality import problem
-from ultrascale.measure.accuracy.runs import MeasuredRun
+from ultrascale.measure.accuracy.runs import MeasuredRun, read_cells, read_row
+from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -25,6 +29,8 @@ from ultrascale.specs.units import GIB
 
 # What a memory figure must say of itself to be compared with the bytes that tensors hold.
 ALLOCATED = ("allocated", "active")
+PASSES = 16  # over a file whose scores are sent: the first few runs are from all of its sources
+FIRST_BATCH, BATCH = 8, 24  # runs that are sent together
 # Frameworks whose elementwise kernels have the constant of another.
 FAMILY = {
     "torchtitan-eager": "eager",
@@ -96,6 +102,23 @@ def score(
             progress(number)
         scored.append(_score_one(run, adjust))
     return scored
+
+
+def send_scores(file: Path, sender: Connection) -> None:
+    """Send how many runs a CSV has, then their scores, some at a time; the target of a process.
+
+    Ends with the reader: a pipe without one breaks.
+    """
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        try:
+            rows = list(read_cells(file)[0].items())
+            spread = [one for start in range(PASSES) for one in rows[start::PASSES]]
+            sender.send(len(spread))
+            starts = [0, *range(FIRST_BATCH, len(spread), BATCH)]
+            for start, end in zip(starts, [*starts[1:], len(spread)], strict=True):
+                sender.send(score([read_row(values, line) for line, values in spread[start:end]]))
+        except (SpecError, RunError) as error:
+            sender.send(error)
 
 
 def score_left_out(runs: Sequence[MeasuredRun]) -> list[ScoredRun]:
