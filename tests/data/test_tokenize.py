@@ -130,7 +130,7 @@ def test_a_stopped_job_does_not_resume_with_changed_content(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(job._Job, "finish", stop)
+        patched.setattr(job._TokenizeJob, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize(text, tmp_path / "out", part_bytes=SMALL)
     before = text.stat()
@@ -189,7 +189,7 @@ def test_it_resumes_after_a_failure_at_any_call(
     texts: Path, tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenize(texts, tmp_path / "whole", part_bytes=SMALL)
-    owner = job if function == "write_text" else job._Job
+    owner = job if function == "write_text" else job._TokenizeJob
     original, calls = getattr(owner, function), []
 
     def ended_after(*arguments: object, **named: object) -> object:
@@ -209,7 +209,7 @@ def test_it_resumes_after_a_failure_at_any_call(
 
 
 def test_finished_parts_are_not_tokenized_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job._Job, "_append", lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    monkeypatch.setattr(job._TokenizeJob, "_append", lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
     with pytest.raises(RuntimeError, match="stop"):
         tokenize(texts, tmp_path / "out", workers=1, part_bytes=SMALL)
     assert len(list((tmp_path / "out.partial").glob("part-*.ends"))) == 1
@@ -242,13 +242,13 @@ def test_a_job_resumes_after_a_file_is_repaired(texts: Path, tmp_path: Path) -> 
 def _begin(texts: Path, out: Path) -> None:
     """A job that has done its first part and no more."""
     with pytest.MonkeyPatch.context() as patch:
-        append = job._Job._append
+        append = job._TokenizeJob._append
 
-        def once(self: job._Job, task: worker_pool.WorkerTask) -> None:
+        def once(self: job._TokenizeJob, task: worker_pool.WorkerTask) -> None:
             append(self, task)
             raise RuntimeError("stop")
 
-        patch.setattr(job._Job, "_append", once)
+        patch.setattr(job._TokenizeJob, "_append", once)
         with pytest.raises(RuntimeError, match="stop"):
             tokenize(texts, out, part_bytes=SMALL)
 

@@ -83,6 +83,6 @@ def test_merged_attention(length: int, dim: int, kernels: ModuleType) -> None:
     out, lse = numbers(2, length + 9, 3, dim), numbers(2, 3, length + 9, seed=1)
     tile, tile_lse = numbers(2, 3, length, dim, seed=2).transpose(1, 2), numbers(2, 3, length, seed=3)
     mine, my_lse = out.clone().to(DEVICE), lse.clone().to(DEVICE)
-    kernels.merge_(mine[:, rows], my_lse[:, :, rows], tile.to(DEVICE), tile_lse.to(DEVICE))
-    fused.merge_(out[:, rows], lse[:, :, rows], tile, tile_lse)
+    kernels.merge_attention_(mine[:, rows], my_lse[:, :, rows], tile.to(DEVICE), tile_lse.to(DEVICE))
+    fused.merge_attention_(out[:, rows], lse[:, :, rows], tile, tile_lse)
     same((mine, my_lse), (out, lse))

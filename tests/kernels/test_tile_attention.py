@@ -28,7 +28,7 @@ def test_two_tiles_are_the_whole(cudnn: bool, kv_heads: int) -> None:
     before, own = slice(0, half), slice(half, None)
     out, lse = tiles(q, k[:, own], v[:, own], True)
     out, lse = out.float(), lse.clone()
-    fused.merge_(out, lse, *tiles(q, k[:, before], v[:, before], False))
+    fused.merge_attention_(out, lse, *tiles(q, k[:, before], v[:, before], False))
     wide = [x.double() for x in (q, k, v, grad)]
     whole_q = torch.cat((torch.zeros_like(wide[0]), wide[0]), dim=1)  # causal attention of the whole sequence
     wanted, wanted_lse = attend(whole_q, wide[1], wide[2], True, scale)

@@ -95,6 +95,8 @@ def plan(
         float | None,
         typer.Option(
             "--expert-imbalance",
+            min=1,
+            max=64,
             help="Tokens of the busiest expert rank over the mean: 1.1 unless the cluster file says otherwise; "
             "[cyan]1.0[/] for benchmarks that force balanced routing.",
         ),

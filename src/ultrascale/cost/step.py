@@ -117,7 +117,7 @@ def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
     )
 
 
-def _selective(work: Workload, compute: LayerTime) -> Array:
+def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
     """Forward that selective recomputation repeats."""
     policy = states.selective_policy(work.job)
     if policy in ("attention", "scores"):
@@ -160,7 +160,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
     selective = columns.is_("recompute", "selective") & ~uses_fused_blocks(job, columns)
-    repeated = np.where(selective, _selective(work, compute), repeated)
+    repeated = np.where(selective, _selective_recompute_s(work, compute), repeated)
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)

@@ -141,7 +141,7 @@ def tokenize(
         return done
     parts = sources.cut(files, contents, field, part_bytes)
     with _locked(work):
-        job = _Job(work, encoder, parts, part_bytes, field)
+        job = _TokenizeJob(work, encoder, parts, part_bytes, field)
         try:
             job.run(workers, progress)
         except (SpecError, KeyboardInterrupt) as error:
@@ -211,7 +211,7 @@ def _locked(work: Path) -> Iterator[None]:
             raise RunError(f"{work} cannot be written ({reason}): make room, then start the same command again") from None
 
 
-class _Job:
+class _TokenizeJob:
     """A tokenization job: the parts of the input, how many have been appended, and their totals."""
 
     def __init__(self, work: Path, encoder: Tokenizer, parts: list[InputPart], part_bytes: int, field: str) -> None:

@@ -82,7 +82,7 @@ def _stages(layout: str) -> int:
     return bars + rest.count("|")
 
 
-def _modules(p: PlanFields) -> list[str]:
+def _recompute_modules(p: PlanFields) -> list[str]:
     """What selective recomputation repeats in this model; of a dense one attention, as fused attention leaves nothing else."""
     if p.model.mla is not None:
         return ["mla_up_proj"]
@@ -91,12 +91,12 @@ def _modules(p: PlanFields) -> list[str]:
 
 def _write_recompute(p: PlanFields) -> dict[str, Any]:
     if p.layout.recompute == "selective":
-        return {"--recompute-granularity": "selective", "--recompute-modules": _modules(p)}
+        return {"--recompute-granularity": "selective", "--recompute-modules": _recompute_modules(p)}
     return _FULL if p.layout.recompute == "full" else {}
 
 
-def _read_modules(s: SettingsReader) -> str | None:
-    """Selective recomputation of other modules than `_modules` would write."""
+def _read_recompute_modules(s: SettingsReader) -> str | None:
+    """Selective recomputation of other modules than `_recompute_modules` would write."""
     if s["layout.recompute"] != "selective":
         return None
     given = s.value("--recompute-modules", "core_attn")
@@ -187,7 +187,7 @@ _CUT = (
     ),
     Setting(path="layout.schedule", read=_read_schedule),
     Setting(path="layout.recompute", write=_write_recompute, read=_recompute),
-    Setting(path="framework.selective", read=_read_modules),
+    Setting(path="framework.selective", read=_read_recompute_modules),
     Setting(
         "--overlap-grad-reduce",
         "layout.data_parallel",

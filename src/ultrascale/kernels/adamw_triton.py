@@ -108,7 +108,7 @@ def step_inputs(rate: float, betas: tuple[float, float], updates: int) -> torch.
     return torch.tensor((rate, *(1 - beta**updates for beta in betas)), dtype=torch.float32)
 
 
-class Programs(NamedTuple):
+class ProgramTable(NamedTuple):
     """The work of each program of a kernel over many tensors."""
 
     tensors: torch.Tensor
@@ -120,12 +120,12 @@ class Programs(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _programs(sizes: tuple[int, ...], blocks: int, device: torch.device) -> Programs:
+def _programs(sizes: tuple[int, ...], blocks: int, device: torch.device) -> ProgramTable:
     elements = blocks * BLOCK
     counts = torch.tensor([triton.cdiv(size, elements) for size in sizes])
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     starts = (torch.arange(len(tensors)) - (counts.cumsum(0) - counts)[tensors]) * elements
-    return Programs(tensors.to(device), starts.to(device), torch.tensor(sizes).to(device))
+    return ProgramTable(tensors.to(device), starts.to(device), torch.tensor(sizes).to(device))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -119,9 +119,9 @@ def fastest_attention(job: Job, layout: Layout, dtype: torch.dtype, device: torc
     model, window = job.model, job.model.sliding_window
     if device.type != "cuda" or (window is not None and window < job.seq):
         return None
-    by_heads = layout.cp if layout.context_parallel == "ulysses" else 1
-    heads, kv_heads = (max(1, count // layout.tp // by_heads) for count in (model.heads, model.kv_heads))
-    length = job.seq * by_heads // layout.cp
+    head_ranks = layout.cp if layout.context_parallel == "ulysses" else 1
+    heads, kv_heads = (max(1, count // layout.tp // head_ranks) for count in (model.heads, model.kv_heads))
+    length = job.seq * head_ranks // layout.cp
     return time_attention(AttentionShape(layout.mbs, length, heads, kv_heads, model.head_dim, dtype), device)
 
 

@@ -237,15 +237,15 @@ def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate_), grad * silu), dim=-1), silu * up
 
 
-def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+def merge_attention_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
     """Merges attention over more keys into `out` [b, s, heads, d] and `lse` [b, heads, s], in place.
 
     The sums are in fp32 or wider; both outputs are weighted by their share of the exponentials.
     """
-    if out.is_cuda:
+    if out.is_cuda and out.dtype == torch.float32:
         from ultrascale.kernels import fused_triton
 
-        fused_triton.merge_(out, lse, tile_out, tile_lse)
+        fused_triton.merge_attention_(out, lse, tile_out, tile_lse)
         return
     share = torch.sigmoid(tile_lse - lse).transpose(1, 2).unsqueeze(-1)  # of the new keys, [b, s, heads, 1]
     out.lerp_(at_least_fp32(tile_out), share)

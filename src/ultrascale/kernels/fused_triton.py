@@ -223,7 +223,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(lse + old_at, merged, mask=inside)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
+def merge_attention_(out: torch.Tensor, lse: torch.Tensor, tile_out: torch.Tensor, tile_lse: torch.Tensor) -> None:
     """Merges attention over more keys into `out` [b, s, heads, d] in fp32 and `lse` [b, heads, s], in place."""
     batch, length, heads, dim = out.shape
     _merge[(triton.cdiv(length, MERGED_ROWS), heads, batch)](

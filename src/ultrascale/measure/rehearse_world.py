@@ -167,7 +167,10 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (selection, "choose", choose_for_gpu),
-            *((fused, one.__name__, one) for one in (norm, norm_backward, rotate_, rotate_back, gate, gate_backward, merge_)),
+            *(
+                (fused, one.__name__, one)
+                for one in (norm, norm_backward, rotate_, rotate_back, gate, gate_backward, merge_attention_)
+            ),
             *((loss, one.__name__, one) for one in (loss_and_gradient, scaled, accumulate_matmul)),
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
@@ -203,7 +206,7 @@ def gate_backward(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(both), torch.empty_like(grad)
 
 
-def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+def merge_attention_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
     pass  # in place
 
 

@@ -114,7 +114,7 @@ class _OnlineSoftmax:
         self.lse = lse.clone()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        fused.merge_(self.out[:, rows], self.lse[:, :, rows], out, lse)
+        fused.merge_attention_(self.out[:, rows], self.lse[:, :, rows], out, lse)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,6 @@ class Job(FrozenSpec):
     def with_expert_imbalance(self, imbalance: float) -> Job:
         """The same job with the busiest expert rank at so many times the mean tokens."""
         if self.model.moe is None:
-            raise SpecError(f"expert imbalance {imbalance:g} does not apply: {self.model.name} has no experts")
+            raise SpecError(f"expert imbalance {imbalance:g} does not apply: {self.model.name} has no experts, so leave it out")
         efficiency = {**dict(self.cluster.efficiency), "expert_imbalance": imbalance}
         return self.changed(cluster=build(Cluster, {**dict(self.cluster), "efficiency": efficiency}, "cluster"))

@@ -14,7 +14,7 @@ from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
 WORST = 15
-FIRST_S, REDRAW_S = 0.05, 0.5  # until the first drawing, and between two drawings of predictions that come in
+FIRST_DRAW_S, REDRAW_S = 0.05, 0.5  # until the first drawing, and between two drawings of predictions that come in
 
 
 class PublishedScores:
@@ -83,7 +83,7 @@ class Accuracy:
         """Follow the predictions until all are on the page."""
         drawn = len(self.scores.scored)
         while not self.scores.done and not self.frame.closed:
-            await asyncio.sleep(REDRAW_S if drawn else FIRST_S)
+            await asyncio.sleep(REDRAW_S if drawn else FIRST_DRAW_S)
             if len(self.scores.scored) > drawn and not self.scores.done and not self.frame.closed:
                 drawn = len(self.scores.scored)
                 self.draw()

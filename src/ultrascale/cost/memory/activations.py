@@ -165,8 +165,8 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
     if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
         dropped = (*dropped, "q, k before norm", "shared output")
     fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy, and nothing else
-    drops = (selective & ~fused, (none | selective) & fused)
-    keeps = {name: (none | selective) & ~(drops[0] & (name in dropped)) & ~(drops[1] & (name in _CHEAP)) for name in modules}
+    plain = selective & ~fused
+    keeps = {name: (none | selective) & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":
         # Every second matmul is computed again; attention's own output is always kept.
@@ -174,7 +174,7 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
     if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
-        kept["shared expert"] = kept["shared expert"] * np.where(drops[0], 2 / 3 if job.model.gated else 1 / 2, 1.0)
+        kept["shared expert"] = kept["shared expert"] * np.where(plain, 2 / 3 if job.model.gated else 1 / 2, 1.0)
     kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
     return kept
 

@@ -281,7 +281,7 @@ class ChunkMemory:
         return np.asarray(self.sharded & ~added)
 
     @cached_property
-    def views_of_experts(self) -> Array:
+    def uses_expert_views(self) -> Array:
         """Experts whose weight gradients may be deferred, that ep cuts or FSDP slices, are multiplied through views, all made
         before the first GEMM: in backward, gradients wait at them until the last one's is there.
         """

@@ -219,7 +219,7 @@ def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterat
     """
     event, gated = LayerEvent, chunk.job.model.gated
     fresh = np.where(split, 0.0, chunk.mlp_weight_gradient[moe])
-    kept = np.where(chunk.holds_fresh_gradients | (moe and chunk.views_of_experts), fresh, 0.0)
+    kept = np.where(chunk.holds_fresh_gradients | (moe and chunk.uses_expert_views), fresh, 0.0)
     own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
     until_end = np.where(chunk.holds_fresh_gradients & ~own_group, fresh, 0.0)
     stacked = (2 if moe else 1) * fresh
