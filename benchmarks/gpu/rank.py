@@ -1,9 +1,10 @@
-"""One GPU as rank 0 of a larger job: `python benchmarks/gpu/rank.py --tp 8 --dp 8 --recompute selective --beside torchtitan`.
+"""One GPU as rank 0 of a job, ours beside torchtitan: `python benchmarks/gpu/rank.py --tp 8 --dp 8 --beside torchtitan`.
 
-The other ranks do not exist (torch's `fake` process group): collectives return at once, so that computing alone is timed, with
-real kernels on the sizes of one rank. With `--beside torchtitan` (0.2) its own model, parallelisms, compiler, loss and
-optimizer take the same work. The engines take turns, each in a process of its own. Prints ms and peak memory of each turn, and
-the ratios.
+In a job of several GPUs the other ranks do not exist (torch's `fake` process group): collectives return at once, so that
+computing alone is timed, with real kernels on the sizes of one rank. With `--beside torchtitan` (0.2) its own model,
+parallelisms, compiler, loss and optimizer take the same work as its trainer does; on one GPU with fp32 weights under autocast.
+Models with experts are its Qwen3. The engines take turns, each in a process of its own. Prints ms and peak memory of each
+turn, and the ratios.
 """
 
 from __future__ import annotations
@@ -14,31 +15,58 @@ import importlib.util
 import itertools
 import statistics
 import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from beside import Turn, timed, titan_config, titan_trainer
 from rich.console import Console
 from rich.table import Table
-from step import machine
+from step import MBS, MODELS, SEQ, machine
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.launch import local
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.training import Training
+from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 
 WARM_UP = 4  # steps: compilation, the optimizer's states, the allocator's first blocks
-# Shapes of Llama 3, and of a dense layer of 70B.
-MODELS = {
-    "8b": Model(name="8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256),
-    "70b": Model(name="70b", layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256),
+# Beside those of step.py: shapes of Llama 3, and of a layer of 128 experts.
+MODELS = MODELS | {
+    name: Model.load(preset)
+    for name, preset in {"8b": "llama-3-8b", "70b": "llama-3-70b", "qwen3-30b-a3b": "qwen3-30b-a3b"}.items()
 }
+
+
+@dataclass(frozen=True)
+class Turn:
+    engine: str
+    step_ms: float
+    tokens_per_s: float
+    peak_gib: float
+    gpu: str
+
+
+def timed(engine: str, work: RankWork, step: Callable[[], object]) -> Turn:
+    """The mean of some steps."""
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for _ in range(work.steps):
+        step()
+    torch.cuda.synchronize()
+    each_s = (time.perf_counter() - start) / work.steps
+    peak = torch.cuda.max_memory_allocated() / GIB
+    return Turn(engine, each_s * 1e3, work.tokens / each_s, peak, torch.cuda.get_device_name())
 
 
 @dataclass(frozen=True)
@@ -58,7 +86,7 @@ class RankWork:
 
     @property
     def shape(self) -> Model:
-        return MODELS[self.model].model_copy(update={"layers": self.layers, "rope_theta": 500000.0})
+        return MODELS[self.model].model_copy(update={"layers": self.layers, "max_positions": None})
 
 
 class RandomBatches:
@@ -84,7 +112,7 @@ def ours(work: RankWork) -> Turn:
         engine = build_engine(job, mesh, Training.model_validate({"steps": 1000}), batches)
         without_values(engine)
         numbers = itertools.count()  # the next step's batch is read during this one
-        return timed("ultrascale", work.tokens, work.steps, WARM_UP, lambda: engine.step(next(numbers)))
+        return timed("ultrascale", work, lambda: engine.step(next(numbers)))
 
 
 class StubType(type):
@@ -117,14 +145,69 @@ class DataPipelineStub:
         return
 
 
+class TitanTrainer(NamedTuple):
+    """torchtitan's own model, loss and optimizers."""
+
+    model: Any
+    loss: Callable[..., Any]
+    optimizers: Any
+    arguments: Any
+
+
+def titan_config(work: RankWork) -> Any:
+    from torchtitan.config import JobConfig
+
+    config = JobConfig()
+    config.training.seq_len, config.training.local_batch_size = work.seq, work.layout.mbs
+    config.compile.enable = True
+    config.activation_checkpoint.mode = work.layout.recompute
+    config.optimizer.implementation = "fused"
+    config.parallelism.tensor_parallel_degree = work.layout.tp
+    config.parallelism.context_parallel_degree = work.layout.cp
+    return config
+
+
+def titan_trainer(shape: Model, config: Any, dims: Any) -> TitanTrainer:
+    """Parallelized, compiled and initialized as its trainer does it."""
+    family = importlib.import_module(f"torchtitan.models.{'llama3' if shape.moe is None else 'qwen3'}")
+    spec = family.get_train_spec()
+    arguments = titan_arguments(shape, config.training.seq_len, type(next(iter(spec.model_args.values()))))
+    with torch.device("meta"):
+        model = spec.model_cls(arguments)
+    loss = spec.build_loss_fn(config, parallel_dims=dims)
+    model = spec.parallelize_fn(model, dims, config)
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    return TitanTrainer(model, loss, spec.build_optimizers_fn([model], config.optimizer, dims), arguments)
+
+
+def titan_arguments(model: Model, seq: int, kind: Callable[..., Any]) -> Any:
+    common = {
+        "dim": model.hidden, "n_layers": model.layers, "n_heads": model.heads, "n_kv_heads": model.kv_heads,
+        "vocab_size": model.vocab, "rope_theta": model.rope_theta, "max_seq_len": seq,
+    }  # fmt: skip
+    if model.moe is None:  # it writes a layer's width as a multiple of two thirds of four times the hidden size, rounded up
+        return kind(**common, multiple_of=256, ffn_dim_multiplier=model.ffn / int(8 * model.hidden / 3))
+    from torchtitan.models.moe import MoEArgs
+
+    moe = MoEArgs(
+        num_experts=model.moe.experts, num_shared_experts=0, score_func="softmax", route_norm=model.moe.renormalize,
+        score_before_experts=False, top_k=model.moe.top_k,
+    )  # fmt: skip
+    return kind(
+        **common, head_dim=model.head_dim, qk_norm=model.qk_norm, moe_enabled=True, moe_inter_dim=model.moe.expert_ffn,
+        moe_args=moe,
+    )  # fmt: skip
+
+
 def torchtitan(work: RankWork) -> Turn:
     sys.meta_path.append(DataPipelineStub())  # last: where a package is installed, it is used
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as distributed
 
-    layout, config = work.layout, titan_config(work.seq, work.layout.mbs, work.layout.recompute)
-    config.parallelism.tensor_parallel_degree = layout.tp
-    config.parallelism.context_parallel_degree = layout.cp
+    layout, config = work.layout, titan_config(work)
     with single_rank_world(0, layout.gpus):
         dims = ParallelDims(
             dp_shard=layout.dp, dp_replicate=1, cp=layout.cp, tp=layout.tp, pp=1, ep=1, etp=1, world_size=layout.gpus
@@ -133,6 +216,8 @@ def torchtitan(work: RankWork) -> Turn:
         model, loss_of, optimizers, arguments = titan_trainer(work.shape, config, dims)
         batches = RandomBatches(work.seq, arguments.vocab_size)
         train_context = distributed.get_train_context(not config.parallelism.disable_loss_parallel and layout.tp > 1)
+        alone = layout.gpus == 1
+        autocast = distributed.maybe_enable_amp(dims, config.training.mixed_precision_param, "cuda") if alone else nullcontext()
 
         def step() -> None:
             optimizers.zero_grad()
@@ -142,14 +227,15 @@ def torchtitan(work: RankWork) -> Turn:
                 if layout.cp > 1:
                     inputs, targets, extra = context_slices(inputs, targets, dims)
                 with train_context():
-                    predicted = model(inputs, **extra)
-                    loss = loss_of(predicted, targets) / targets.numel()
+                    with autocast:
+                        predicted = model(inputs, **extra)
+                        loss = loss_of(predicted, targets) / targets.numel()
                     del predicted
                     loss.backward()
             distributed.clip_grad_norm_(list(model.parameters()), config.training.max_norm, foreach=True)
             optimizers.step()
 
-        return timed("torchtitan", work.tokens, work.steps, WARM_UP, step)
+        return timed("torchtitan", work, step)
 
 
 def context_slices(inputs: torch.Tensor, targets: torch.Tensor, dims: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -174,9 +260,9 @@ def main() -> None:
     for axis in ("tp", "dp", "cp"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--zero", type=int, default=3)
-    parser.add_argument("--mbs", type=int, default=2)
+    parser.add_argument("--mbs", type=int, help="sequences in a micro-batch; default that of step.py, or 2")
     parser.add_argument("--gas", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--seq", type=int, help="default 8192; 4096 for the models of step.py")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
@@ -185,15 +271,16 @@ def main() -> None:
     if options.beside and importlib.util.find_spec("torchtitan") is None:
         sys.exit("torchtitan is not installed: try `pip install torchtitan==0.2.2`, or leave --beside out")
     layout = Layout(
-        tp=options.tp, dp=options.dp, cp=options.cp, zero=options.zero if options.dp * options.cp > 1 else 0, mbs=options.mbs,
-        gas=options.gas, recompute=options.recompute,
+        tp=options.tp, dp=options.dp, cp=options.cp, zero=options.zero if options.dp * options.cp > 1 else 0,
+        mbs=options.mbs or MBS.get(options.model, 2), gas=options.gas, recompute=options.recompute,
     )  # fmt: skip
     layers = options.layers or MODELS[options.model].layers
-    work = RankWork(options.model, layers, options.seq, options.steps, layout)
+    seq = options.seq or (SEQ if options.model in MBS else 8192)
+    work = RankWork(options.model, layers, seq, options.steps, layout)
     engines = [*([options.beside] if options.beside else []), "ultrascale"]
     turns = [in_own_process(engine, work) for _ in range(options.turns) for engine in engines]
     beside = f" · torchtitan {importlib.metadata.version('torchtitan')}" if options.beside else ""
-    what = f"rank 0 of {layout}, {options.model} with {layers} layers, sequences of {options.seq}"
+    what = f"rank 0 of {layout}, {options.model} with {layers} layers, sequences of {seq}"
     table = Table(title=f"{what}{beside} · {machine(turns[0].gpu)}")
     for heading in ("engine", "step ms", "tokens/s", "peak GiB"):
         table.add_column(heading, justify="left" if heading == "engine" else "right")
