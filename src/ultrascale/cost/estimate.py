@@ -123,7 +123,8 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         return per_gpu * flops_per_token / job.peak_flops
 
     def hardware(causal: bool) -> float:
-        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
+        recomputed = stages.recomputed_fraction(job, layout)
+        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed)
         if layout.recompute == "selective" and job.framework.selective == "half":
             again += flops.matmul_flops(job.model) / 2
         return again

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare
+from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare, encode
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
@@ -92,29 +92,51 @@ class ComponentTimes(Generic[AnyTime]):
     moe: AnyTime | None
     embedding: AnyTime
     head: AnyTime
+    kept_dense: AnyTime | None = None
+    """a layer that recomputes nothing; None: no row has layers of both kinds"""
+    kept_moe: AnyTime | None = None
 
     def on(self, share: RankShare) -> AnyTime:
         """A rank's (or a chunk's) time."""
-        total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
-        total = total + self.head.scaled(share.head)
-        return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
+        total = self.embedding.scaled(share.embedding) + self.head.scaled(share.head)
+        total = total + self.dense.scaled(share.dense_layers - share.kept_dense_layers)
+        if self.moe is not None:
+            total = total + self.moe.scaled(share.moe_layers - share.kept_moe_layers)
+        if self.kept_dense is not None:
+            total = total + self.kept_dense.scaled(share.kept_dense_layers)
+        return total if self.kept_moe is None else total + self.kept_moe.scaled(share.kept_moe_layers)
 
     def totals(self: ComponentTimes[ComponentTime]) -> ComponentTimes[Passes]:
-        moe = self.moe.total if self.moe is not None else None
-        return ComponentTimes(self.dense.total, moe, self.embedding.total, self.head.total)
+        return ComponentTimes(
+            self.dense.total,
+            None if self.moe is None else self.moe.total,
+            self.embedding.total,
+            self.head.total,
+            None if self.kept_dense is None else self.kept_dense.total,
+            None if self.kept_moe is None else self.kept_moe.total,
+        )
 
 
 def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
     job, columns, machine = work.job, work.columns, work.machine
-    inside = communication.tensor_traffic(work)
     clock = operators.clock(job, columns, machine)
+    inside = communication.tensor_traffic(work)
+    layers = _layers(work, inside, clock)
+    embedding = _end(work, inside, operators.embedding(job, columns, machine), is_head=False)
+    head = _end(work, inside, operators.head(job, columns, machine, clock), is_head=True)
+    kept: tuple[ComponentTime | None, ...] = (None, None)
+    if np.any(columns.recompute_layers):
+        without = columns.changed(recompute=np.full(len(columns), encode("recompute", "none")))
+        kept = _layers(Workload(job, without, machine), inside, clock)
+    return ComponentTimes(*layers, embedding, head, *kept)
+
+
+def _layers(work: Workload, inside: TensorTraffic, clock: Array) -> tuple[ComponentTime, ComponentTime | None]:
+    """A dense layer, and one of experts if there are any."""
+    job, columns, machine = work.job, work.columns, work.machine
+    dense = _layer(work, inside, operators.layer(job, columns, machine, False, clock), moe=False)
     experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
-    return ComponentTimes(
-        _layer(work, inside, operators.layer(job, columns, machine, False, clock), moe=False),
-        None if experts is None else _layer(work, inside, experts, moe=True),
-        _end(work, inside, operators.embedding(job, columns, machine), is_head=False),
-        _end(work, inside, operators.head(job, columns, machine, clock), is_head=True),
-    )
+    return dense, None if experts is None else _layer(work, inside, experts, moe=True)
 
 
 def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:

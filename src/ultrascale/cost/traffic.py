@@ -51,13 +51,15 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
 
 
 def _rank_shares(job: Job, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return stages.rank_shares(job, layout.pp, layout.virtual_stages, REGISTRY[layout.schedule].v_shaped)
+    v_shaped = REGISTRY[layout.schedule].v_shaped
+    return stages.rank_shares(job, layout.pp, layout.virtual_stages, v_shaped, layout.recompute_layers or 0)
 
 
 def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Iterator[Traffic]:
     """What a rank of that pipeline stage sends, each collective once, without what computation hides of it."""
-    dense, moe, *ends = _rank_shares(job, layout)[stage]
-    for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, *ends)):
+    dense, moe, embedding, head, kept_dense, kept_moe = _rank_shares(job, layout)[stage]
+    kept = kept_dense + kept_moe, kept_moe
+    for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, embedding, head, *kept)):
         yield Traffic(
             technique=moved.technique,
             collective=moved.collective,
@@ -86,6 +88,9 @@ class Stage:
     moe_layers: int
     embedding: int
     head: int
+    kept_layers: int
+    """of its layers, those that recompute nothing though others do"""
+    kept_moe_layers: int
 
     @cached_property
     def row(self) -> LayoutColumns:
@@ -138,8 +143,9 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     """
     if stage.layout.recompute == "full":
         left = communication.SUBLAYERS - stage.job.framework.exact_memory_trace
-        return communication.SUBLAYERS * stage.layers, left * stage.layers
-    return (stage.moe_layers if _repeats(stage) else 0), 0
+        recomputed = stage.layers - stage.kept_layers
+        return communication.SUBLAYERS * recomputed, left * recomputed
+    return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0
 
 
 def _repeats(stage: Stage) -> bool:
@@ -185,9 +191,9 @@ def _repeated_weights(stage: Stage) -> Calls:
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
 
-def _forwards(stage: Stage) -> int:
-    """How often a layer's forward communicates, once more where recomputation repeats all but matmuls and attention."""
-    return 2 if _repeats(stage) else 1
+def _forwards(stage: Stage, layers: int, kept: int) -> int:
+    """How often so many layers' forwards communicate: once more where recomputation repeats all but matmuls and attention."""
+    return layers + (layers - kept if _repeats(stage) else 0)
 
 
 def _context(stage: Stage) -> Calls:
@@ -195,15 +201,15 @@ def _context(stage: Stage) -> Calls:
     clock = operators.clock(job, row, stage.machine)
     attention = operators.layer(job, row, stage.machine, moe=False, at=clock).attention
     around = communication.context_traffic(stage.work, attention)
-    forwards, passes = _forwards(stage), stage.layers * layout.gas
+    forwards, backwards = layout.gas * _forwards(stage, stage.layers, stage.kept_layers), layout.gas * stage.layers
     if layout.context_parallel == "allgather":
-        yield around.gather, passes * (forwards + 1)
-        yield around.scatter, passes
+        yield around.gather, forwards + backwards
+        yield around.scatter, backwards
     elif layout.context_parallel == "ulysses":
-        yield around.switch, passes * (forwards + 1)
+        yield around.switch, forwards + backwards
     else:
         # Backward's blocks carry the gradients too: two blocks' bytes each.
-        yield around.block, passes * (layout.cp - 1) * (forwards + 2)
+        yield around.block, (layout.cp - 1) * (forwards + 2 * backwards)
     if stage.moe_layers and job.model.moe is not None:
         # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
         counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
@@ -213,17 +219,19 @@ def _context(stage: Stage) -> Calls:
 def _expert(stage: Stage) -> Calls:
     moe = stage.job.model.moe
     assert moe is not None
-    forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
+    gas, layers = stage.layout.gas, stage.moe_layers
+    forwards = gas * _forwards(stage, layers, stage.kept_moe_layers)
+    passes = forwards + gas * layers
     if stage.layout.dispatcher == "allgather":
         gather, scatter = communication.gathered_tokens(stage.work)
-        yield gather, passes * (forwards + 1)
-        yield scatter, passes * (forwards + 1)
+        yield gather, passes
+        yield scatter, passes
     else:
         all_to_all = communication.expert_traffic(stage.work).all_to_all
-        yield all_to_all, communication.ALL_TO_ALLS * passes * (forwards + 1)
+        yield all_to_all, communication.ALL_TO_ALLS * passes
     # Each rank tells the others how many rows come.
     counts = np.asarray([COUNT_BYTES * moe.experts])
-    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), passes * forwards
+    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), forwards
 
 
 def hops(layout: Layout, stage: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -73,11 +74,13 @@ class _SavedOpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.mode.__torch_dispatch__(func, types, args, kwargs)
 
 
-def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None:
-    """Wraps the forward of every block; names and modules stay. Blocks that will be compiled must be wrapped alike."""
+def apply(model: Transformer, policy: Recompute, layers: int | None = None, compiled: bool = False) -> None:
+    """Wraps the forward of the first blocks, or of all; names and modules stay. Blocks that will be compiled must be wrapped
+    alike.
+    """
     if policy == "none":
         return
-    for block in model.each_block():
+    for block in islice(model.each_block(), layers):
         # There is no dropout: no RNG state needs to be restored.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         parallel = isinstance(block.attention.out, RowParallelLinear)

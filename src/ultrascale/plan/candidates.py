@@ -38,6 +38,7 @@ DISABLED_VALUES: dict[str, Any] = {
     "keep_gathered": False,
     "sequence_parallel": False,
     "recompute": "none",
+    "recompute_layers": None,
     "offload": "none",
     "schedule": DEFAULT_SCHEDULE,
 }
@@ -205,10 +206,10 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
     axes = (
         tuple(batches),
         tuple(_shardings(job, constraints, base)),
+        tuple(_recomputations(constraints)),
         *(
             tuple((word,) for word in words)
             for words in (
-                constraints.among("recompute", CHOICES["recompute"]),
                 _context_methods(job, constraints, base),
                 constraints.among("sequence_parallel", _sequence(job, base)),
                 constraints.among("data_parallel", ["bucketed"]),
@@ -226,7 +227,7 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
 _AXES = (
     ("mbs", "gas"),
     ("zero", "zero_shards", "keep_gathered"),
-    ("recompute",),
+    ("recompute", "recompute_layers"),
     ("context_parallel",),
     ("sequence_parallel",),
     ("data_parallel",),
@@ -261,6 +262,13 @@ def _shardings(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -
             keeps = constraints.among("keep_gathered", [False, True] if level == 3 else [False])
             found += [(level, shards, keep) for keep in keeps]
     return found
+
+
+def _recomputations(constraints: LayoutConstraints) -> list[tuple[Any, ...]]:
+    """Policies, in all layers unless the user fixed how many: `search` takes those back that need not recompute."""
+    layers = constraints.among("recompute_layers", [None])
+    policies = constraints.among("recompute", CHOICES["recompute"])
+    return [(policy, each) for policy in policies for each in layers if policy != "none" or each is None]
 
 
 def _context_methods(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[str]:

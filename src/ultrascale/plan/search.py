@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ultrascale.cost.engines import layout_problem
 from ultrascale.cost.estimate import DraftEstimate, MemoryDraft, add_times, full_estimate, memory_drafts, memory_limit_gib
 from ultrascale.cost.legality import check
 from ultrascale.plan import advice, alternatives, reasons
@@ -123,7 +124,7 @@ def plan(
         check(job, shown[0].layout)  # constraints may contradict each other beyond what candidates know
         preview(shown)
     say(f"simulating the best of {evaluated:,}")
-    simulated = _simulate(best, top, limit_gib)
+    simulated = _simulate(best, top, limit_gib, objective != "memory" and "recompute" not in constraints.fixed)
     simulated.sort(key=lambda draft: _score(draft, objective))
     rows = _rows(simulated)[:top]
     plans = [_planned(row[0]) for row in rows]
@@ -183,7 +184,8 @@ def best_plan(job: Job, constraints: LayoutConstraints) -> Plan | None:
         ranked = rank(job, constraints, "throughput", SIMULATED_AT_LEAST, limit_gib * GIB)
         if ranked.score:
             best = [(score, ranked, row) for row, score in enumerate(ranked.score)]
-            return _planned(min(_simulate(best, 1, limit_gib), key=lambda draft: _score(draft, "throughput")))
+            simulated = _simulate(best, 1, limit_gib, "recompute" not in constraints.fixed)
+            return _planned(min(simulated, key=lambda draft: _score(draft, "throughput")))
     return None
 
 
@@ -216,9 +218,11 @@ def _ranked(
     return found
 
 
-def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib: float) -> list[DraftEstimate]:
+def _simulate(
+    best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib: float, recomputes_less: bool
+) -> list[DraftEstimate]:
     """The first that fit by the exact count, at least `top` that differ in more than virtual stages, all in one simulation;
-    those that do not fit, if none does.
+    those that do not fit, if none does. `recomputes_less`: those that recompute do so in no more layers than they must.
     """
     candidates = _limit_variants(best)
     fitting: list[MemoryDraft] = []
@@ -231,12 +235,41 @@ def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib:
         for found in _memory_drafts(candidates[:count]):
             (fitting if found.peak_gib <= limit_gib else over).append(found)
         candidates = candidates[count:]
-    return add_times(fitting or over)
+    return add_times((_recompute_less(fitting, limit_gib) if recomputes_less else fitting) or over)
+
+
+def _recompute_less(drafts: list[MemoryDraft], limit_gib: float) -> list[MemoryDraft]:
+    """The same, each with the fewest recomputed layers that fit.
+
+    A peak is nearly linear in their number: the fewest are near where the line from none to all meets the limit.
+    """
+    some = [one for one in drafts if _may_recompute_less(one.view.job, one.view.layout)]
+    without = _changed_drafts([(one, {"recompute": "none"}) for one in some])
+    tried: list[tuple[MemoryDraft, dict[str, Any]]] = []
+    for one, none in zip(some, without, strict=True):
+        layers = -(-one.view.job.model.layers // (one.view.layout.pp * one.view.layout.virtual_stages))
+        on_line = (none.peak_gib - limit_gib) / max(none.peak_gib - one.peak_gib, 1e-9) * layers
+        first = max(1, math.ceil(min(on_line, layers)))
+        tried += [(one, {"recompute_layers": count}) for count in range(first, min(first + 3, layers))]
+    fewer: dict[int, MemoryDraft] = {}
+    for (one, _), found in zip(tried, _changed_drafts(tried), strict=True):
+        if found.peak_gib <= limit_gib:
+            fewer.setdefault(id(one), found)
+    return [fewer.get(id(one), one) for one in drafts]
+
+
+def _may_recompute_less(job: Job, layout: Layout) -> bool:
+    one_layer = layout.model_copy(update={"recompute_layers": 1})
+    return layout.recompute != "none" and layout.recompute_layers is None and layout_problem(job, one_layer) is None
+
+
+def _changed_drafts(changes: list[tuple[MemoryDraft, dict[str, Any]]]) -> list[MemoryDraft]:
+    return _memory_drafts([(one.view.job, one.view.layout.model_copy(update=change)) for one, change in changes])
 
 
 def _row_key(job: Job, layout: Layout) -> tuple[object, ...]:
-    """Layouts with the same key differ in virtual stages alone."""
-    return (job.cluster.gpus, *(value for name, value in layout if name != "virtual_stages"))
+    """Layouts with the same key differ in virtual stages alone, and in the layers of each that recompute."""
+    return (job.cluster.gpus, *(value for name, value in layout if name not in ("virtual_stages", "recompute_layers")))
 
 
 def _limit_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Job, Layout]]:

@@ -105,7 +105,7 @@ def _chunk(
             fused.apply(module)
         else:
             # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
-            recompute.apply(module, layout.recompute, own.compiled)
+            recompute.apply(module, layout.recompute, layout.recompute_layers, own.compiled)
         if own.loss:
             loss.apply(module)
         if job.precision == "fp8":
