@@ -1,4 +1,4 @@
-"""Fused blocks cut by tp and cp, or with a split backward, against plain ones in one process: losses of three steps, gradients."""
+"""Fused blocks cut by tp and cp, or with a split backward, against plain ones in one process: three losses, all gradients."""
 
 from __future__ import annotations
 
