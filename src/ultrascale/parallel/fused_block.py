@@ -130,6 +130,7 @@ def _deferred_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor
     grad_both, gated = mlp_kernel.backward(comm.all_gather(own, axis), down, both)
     grad_normed = comm.reduce_scatter(mlp_kernel.grad_input(grad_both, gate_, up), axis)
     grad_total, grad_gain, normed = fused.norm_backward(grad_normed, total, scales, gain, own)
+    del grad_normed
     grad_attended = _to_attended(comm.all_gather(grad_total, axis) @ out, attended, axis)
 
     def weight_grads() -> tuple[Tensor, ...]:

@@ -18,12 +18,16 @@ from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, u
 
 
 class LayerEvent(IntEnum):
-    """Backward of one layer: of a fused block, of a compiled one, or operator by operator."""
+    """Backward of one layer: of a fused block, of its input gradients alone, of a compiled block, or operator by operator."""
 
     FUSED_GATE = 0
     FUSED_DOWN_WEIGHT = auto()
     FUSED_NORM = auto()
     FUSED_UP_WEIGHTS = auto()
+    INPUT_GRADS_GATE = auto()
+    INPUT_GRADS_NORM = auto()
+    INPUT_GRADS_OUT = auto()
+    INPUT_GRADS_ATTENTION = auto()
     COMPILED = auto()
     COMBINE = auto()
     DOWN_MATMUL = auto()
@@ -120,7 +124,8 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
     whole = (uncut(columns) & job.framework.fused_blocks) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
-        **dict.fromkeys((event.FUSED_GATE, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM, event.FUSED_UP_WEIGHTS), fused),
+        **dict.fromkeys(range(event.FUSED_GATE, event.INPUT_GRADS_GATE), fused & ~split),
+        **dict.fromkeys(range(event.INPUT_GRADS_GATE, event.COMPILED), fused & split),
         event.COMPILED: whole & ~fused,
         event.COMBINE: eager & moe,
         event.DOWN_MATMUL: eager,
@@ -142,6 +147,7 @@ def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split
         yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
         if not moe:
             yield from _fused_layer(chunk, layer)
+            yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
     yield from _mlp_backward(chunk, layer, moe)
     yield from _mlp_weight_gradients(chunk, moe, split)
@@ -154,23 +160,46 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     together. Nothing is recomputed; matmuls of parameters that ZeRO gathered one by one copy them together.
     """
     event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
-    weight = chunk.mlp_weight_gradient[False]
-    yield activation("saved for backward", layer.total, event.FUSED_GATE, event.COMPILED)
-    yield activation("residual gradient", residual, event.FUSED_GATE, event.COMPILED)
-    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, event.COMPILED)
+    weight, end = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE
+    yield activation("saved for backward", layer.total, event.FUSED_GATE, end)
+    yield activation("residual gradient", residual, event.FUSED_GATE, end)
+    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, end)
     yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
     yield activation("activation, computed again", wide, event.FUSED_GATE, event.FUSED_NORM)
-    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, event.COMPILED)
-    yield activation("norm's output, computed again", residual, event.FUSED_NORM, event.COMPILED)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, end)
+    yield activation("norm's output, computed again", residual, event.FUSED_NORM, end)
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
     yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
-    yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, event.COMPILED)
-    yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, event.COMPILED)
-    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
+    yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
+    yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
     copies = np.where(chunk.holds_fresh_gradients, 2 * weight, 0.0)
     yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
-    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, event.COMPILED)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, end)
+
+
+def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """The same where weight gradients are deferred: their operands stay, sequences in slices as backward had them."""
+    event, residual, wide, gathered = LayerEvent, chunk.residual, layer.modules["mlp activation"], chunk.gathered_sequence
+    gate, norm, out, attention, end = (LayerEvent(number) for number in range(event.INPUT_GRADS_GATE, event.COMBINE))
+    by_mlp = layer.modules["mlp matmuls"] + layer.modules["mlp norm"]
+    yield activation("saved for the MLP's backward", by_mlp, gate, attention)
+    yield activation("saved for attention's backward", layer.total - by_mlp, gate, end)
+    yield activation("output gradient of the MLP", residual, gate, end)
+    yield activation("activation, computed again", wide, gate, end)
+    yield activation("gradients of gate and up", 2 * wide, gate, end)
+    yield activation("gradient of the activation", wide, gate, norm)
+    yield activation("gathered output gradient", gathered, gate, norm)
+    yield activation("gradient of the norm's output", residual + gathered, norm, out)
+    normed = np.where(gathered > 0, 0.0, 2 * residual)
+    yield activation("norm's output and gradient of its input", normed, norm, out)
+    yield activation("norm's output and gradient of its input", 2 * residual, out, end)
+    yield activation("gathered output gradient of attention", gathered, out, attention)
+    yield activation("gradient of attention's output", layer.modules["attention output"], out, attention)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    copies = np.where(chunk.sharded, 2 * chunk.mlp_weight_gradient[False], 0.0)
+    yield buffer("gate and up weights, copied together", copies, norm, out)
 
 
 def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
@@ -308,7 +337,8 @@ def _beside_layer(
     yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
-    received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
+    gathered = (columns.sequence_cut > 1) & ~uses_fused_blocks(chunk.job, columns)
+    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(moe))
     yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
     yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
@@ -379,10 +409,17 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
 
 
 def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
-    """Where the last layer has experts: rows that return from them; the layer's output is not there yet."""
+    """Where the last layer has experts: rows that return from them; the layer's output is not there yet. In a fused block: the
+    gate's and the norm's output, which are not saved, and the last matmul's before it is scattered or added.
+    """
     start, end = ChunkEvent.FORWARD_END, ChunkEvent.LOSS_FORWARD
+    fused = uses_fused_blocks(chunk.job, chunk.columns)
     for _, moe, layer in chunk.layers:
         if not moe:
+            summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
+            size = layer.modules["mlp activation"] + chunk.residual + summed
+            yield activation("outputs of gate, norm and last matmul", np.where(fused, size, 0.0), start, end)
+            yield buffer("gradient sent to the previous stage", np.where(fused, chunk.sent_gradient, 0.0), start, end)
             continue
         there = chunk.share.moe_layers > 0
         sizes = {
