@@ -136,8 +136,10 @@ def _deferred_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor
     def weight_grads() -> tuple[Tensor, ...]:
         first, second = comm.all_gather_start(own, axis), comm.all_gather_start(normed, axis)
         grad_down = first.wait().t() @ gated
+        del first
         third = comm.all_gather_start(grad_total, axis)
         grad_gate, grad_up = mlp_kernel.grad_weights(grad_both, second.wait())
+        del second
         return third.wait().t() @ _attended_rows(attended, axis), grad_gate, grad_up, grad_down
 
     grad_out, *of_mlp = ctx.deferred.compute((out, gate_, up, down), weight_grads)

@@ -7,11 +7,13 @@ Every tensor of our own engine has the events between which it is live: its allo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import IntEnum, auto
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, where
+from ultrascale.cost.memory import states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.chunk import ChunkMemory, LiveMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uncut, uses_fused_blocks
@@ -152,7 +154,7 @@ def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split
     yield from _mlp_backward(chunk, layer, moe)
     yield from _mlp_weight_gradients(chunk, moe, split)
     yield from _norm_and_attention_backward(chunk, moe, split)
-    yield from _layer_reduce_scatter(chunk)
+    yield from _layer_reduce_scatter(chunk, moe)
 
 
 def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
@@ -309,15 +311,16 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
     return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
 
 
-def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifetime]:
     """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
-    comes after deferred weight gradients.
+    comes after deferred weight gradients; before these they are cast one by one.
     """
     at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.rank_params.block
     late = chunk.columns.split_backward
     copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
     output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
-    yield buffer("layer's weight gradients", b * block, at, LayerEvent.END)
+    fresh = np.where(copied & late & (not moe), chunk.mlp_weight_gradient[False], b * block)
+    yield buffer("layer's weight gradients", fresh, at, LayerEvent.END)
     yield buffer("reduce-scatter input", np.where(copied, g * block, 0.0), at, LayerEvent.END)
     yield buffer("reduce-scatter output", output, at, LayerEvent.END)
 
@@ -374,9 +377,8 @@ def chunk_events(chunk: ChunkMemory, gradients: Array) -> LiveMemory:
     return walk(_chunk_tensors(chunk, gradients), ChunkEvent.END, len(chunk.columns))
 
 
-def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+def loss_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     """The peak of head and loss; the final norm in fp32 outweighs few logits."""
-    live = chunk_events(chunk, gradients)
     found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD), live.at(ChunkEvent.HEAD_BACKWARD))
     return fullest(found, live.at(ChunkEvent.FINAL_NORM)) if chunk.job.model.norm == "rmsnorm" else found
 
@@ -419,7 +421,8 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
             summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
             size = layer.modules["mlp activation"] + chunk.residual + summed
             yield activation("outputs of gate, norm and last matmul", np.where(fused, size, 0.0), start, end)
-            yield buffer("gradient sent to the previous stage", np.where(fused, chunk.sent_gradient, 0.0), start, end)
+            beside = chunk.sent_gradient + chunk.last_all_gather
+            yield buffer("gradient sent to the previous stage, last all-gather", np.where(fused, beside, 0.0), start, end)
             continue
         there = chunk.share.moe_layers > 0
         sizes = {
@@ -493,6 +496,40 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     after = live.at(ChunkEvent.LAYER_REDUCE_SCATTER)
     found = where(late & ((chunk.own.ends == 0) | (after.total > point.total)), after, point)
     return where(chunk.reduce_scatters, found, MemoryPoint.nothing(len(chunk.columns)))
+
+
+def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
+    """While deferred weight gradients are computed, from the last layer to the first. In fused blocks: fresh gradients stay until
+    all of the chunk are there, unless they are added to others of the same format; a layer's operands are freed as it goes.
+    """
+    base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
+    fused = uses_fused_blocks(job, columns) & columns.split_backward
+    if not fused.any():
+        return base
+    ((_, _, layer),) = chunk.layers
+    wide, gathered, matrix = layer.modules["mlp activation"], chunk.gathered_sequence, chunk.mlp_weight_gradient[False]
+    weights = compute_bytes(job) * states.per_layer(job.model, columns).dense
+    keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
+    down = np.where(gathered > 0, -2 * gathered, chunk.residual + wide)  # freed after its weight gradient; two gathers at once
+    mlp = 3 * (wide + chunk.residual) + layer.modules["attention output"]
+    ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
+    found = base
+    for done in (0, chunk.share.layers - 1):
+        for activations, kept, fresh in (
+            (2 * gathered, 0.0, matrix),
+            (-down, matrix, 2 * matrix),
+            (gathered - mlp, 3 * matrix, weights - 3 * matrix),
+        ):
+            buffers = ends + fresh + np.where(keeps, done * weights + kept, 0.0)
+            point = replace(
+                base, activations=base.activations + activations - done * layer.whole, buffers=base.buffers + buffers
+            )
+            found = where(fused & (point.total > found.total), point, found)
+    # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
+    cast = np.where(chunk.reduce_scatters, gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix, 0.0)
+    freed = base.activations - chunk.saved - chunk.deferred
+    point = replace(base, activations=freed, buffers=base.buffers + cast)
+    return where(fused & (gradient_bytes(job) > compute_bytes(job)) & (point.total > found.total), point, found)
 
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
