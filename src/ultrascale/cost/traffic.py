@@ -167,6 +167,8 @@ def _tensor(stage: Stage) -> Calls:
         kept_slices = stage.layers + dense
         gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * stage.head
         yield inside.gather, gas * gathers
+        if inside.gathers_gradients_again[0]:
+            yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
         yield inside.scatter, gas * (2 * regions + left + stage.embedding + stage.head)
     else:
         yield inside.reduce, gas * (2 * regions + left + stage.embedding + stage.head)
@@ -175,6 +177,14 @@ def _tensor(stage: Stage) -> Calls:
         one = FP32 * stage.row.tokens(job.seq)
         yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas
         yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas
+
+
+def _deferred_layers(stage: Stage) -> int:
+    """Layers of all micro-batches whose weight gradients are deferred."""
+    layout = stage.layout
+    layers = stages.chunk_layers(stage.job, layout.pp, layout.virtual_stages)
+    actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
+    return sum(layers[action.stage] for action in actions if action.kind is ActionKind.W)
 
 
 def _repeated_weights(stage: Stage) -> Calls:

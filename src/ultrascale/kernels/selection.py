@@ -63,8 +63,8 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return "tensor parallelism cuts them without sequence parallelism"
     if layout.tp * layout.cp > 1 and job.precision == "fp8":
         return f"layers are cut (tp = {layout.tp}, cp = {layout.cp}), and their matmuls are in fp8"
-    if _splits(layout):
-        return f"{layout.schedule} splits their backward"
+    if _splits(layout) and job.precision == "fp8":
+        return f"{layout.schedule} splits their backward, and their matmuls are in fp8"
     if layout.recompute == "full":
         return "they are recomputed in full"
     if job.precision == "fp8" and training.fp8_scaling != "tensor":

@@ -231,14 +231,15 @@ class ChunkMemory:
         """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred: what recomputation brought
         back, and output gradients in the place of the tensors that they were computed from.
 
-        Of a dense layer they are as large, but gathered where sequence parallelism cuts them. Of a layer with experts the
-        router's input is freed and, without a shared expert, the layer's input; of attention what norms and the kernel need.
+        Of a dense layer they are as large, but gathered where sequence parallelism cuts them and the block is not fused. Of a
+        layer with experts the router's input is freed and, without a shared expert, the layer's input; of attention what norms
+        and the kernel need.
         """
-        total = np.zeros(len(self.columns))
+        fused, total = states.uses_fused_blocks(self.job, self.columns), np.zeros(len(self.columns))
         for count, moe, layer in self.layers:
             each = layer.recomputed
             if self.job.framework.exact_memory_trace:
-                change = 2 * (self.full_sequence - self.residual)
+                change = np.where(fused, 0.0, 2 * (self.full_sequence - self.residual))
                 for name in ("q, k before norm", "switched output", "copies of k, v"):
                     change = change - layer.modules.get(name, 0.0)
                 if moe:
