@@ -330,7 +330,8 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         known = self._known.get(key)
         if known is None:
             result = self._slowly(func, types, args, kwargs)
-            self._known[key] = _recipe(func, result, args) if key[1] == _key(args) else _SLOW
+            # With `out`, the result is no new tensor.
+            self._known[key] = _recipe(func, result, args) if key[1] == _key(args) and "out" not in kwargs else _SLOW
             return result
         if known is _SLOW:
             return self._slowly(func, types, args, kwargs)

@@ -34,7 +34,8 @@ class VocabParallelChunkedHead(ChunkedHead):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         # One row of targets per slice of the sequence, in the order in which slices are gathered.
-        slices = targets.unflatten(1, (self.axis.size, -1)).transpose(0, 1).flatten(1) if self.sequence else targets.view(1, -1)
+        ranks = self.axis.size if self.sequence else 1
+        slices = torch.unflatten(targets, 1, (ranks, -1)).transpose(0, 1).flatten(1)
         return vocab_parallel_cross_entropy(hidden.flatten(0, -2), self.linear.weight, slices, self.axis)
 
 

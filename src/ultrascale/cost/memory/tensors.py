@@ -412,7 +412,8 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
     in_backward = head * chunk.sent_gradient
     yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
-    at_loss = np.where(columns.tp > 1, in_forward, in_backward)  # over a cut vocabulary the loss peaks in forward
+    # Over a cut vocabulary plain operators peak in forward.
+    at_loss = np.where((columns.tp > 1) & (chunk.head.backward > 0), in_forward, in_backward)
     yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.HEAD_BACKWARD)
     yield buffer("gradient sent", in_backward, event.HEAD_BACKWARD, event.BACKWARD_START)
     yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
