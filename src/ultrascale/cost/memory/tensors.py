@@ -165,6 +165,8 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
     yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
+    being_gathered = np.where(chunk.gathered_sequence > 0, residual, 0.0)
+    yield activation("norm's output, being gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
     yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, event.COMPILED)
     yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, event.COMPILED)
     yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
