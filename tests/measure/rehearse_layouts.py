@@ -43,6 +43,12 @@ MODELS = {
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
     ),
+    "words": Model(  # a vocabulary whose head and loss are the peak
+        name="words", layers=2, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256
+    ),
+    "tied-words": Model(
+        name="tied-words", layers=2, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256, tied_embeddings=True
+    ),
 }
 TWO = {"virtual_stages": 2}
 FAST: list[tuple[str, dict[str, Any]]] = [
@@ -74,6 +80,10 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("alike", {"recompute": "selective"}),
     ("deep", {"pp": 2, "dp": 2, "gas": 2, "zero": 3, "recompute": "full", "schedule": "interleaved", "virtual_stages": 8}),
     ("deep", {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "recompute": "full", "schedule": "interleaved", "virtual_stages": 4}),
+    ("words", {"tp": 2, "mbs": 12}),  # a chunk and a half
+    ("words", {"tp": 4, "gas": 2, "sequence_parallel": False}),
+    ("tied-words", {"tp": 8, "mbs": 4}),
+    ("words", {"tp": 2, "dp": 2, "gas": 2, "zero": 3}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 SLOW: list[tuple[str, dict[str, Any]]] = [
@@ -218,6 +228,18 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("narrow", {"dp": 2, "zero": 2, "gas": 2, "recompute": "full"}),
     ("narrow", {"tp": 2, "gas": 2, "recompute": "full"}),
     ("alike", {"tp": 2, "gas": 2}),
+    ("words", {"gas": 2}),
+    ("words", {"tp": 2, "gas": 2, "mbs": 9, "sequence_parallel": False}),
+    ("words", {"tp": 2, "dp": 2, "gas": 2, "zero": 1}),
+    ("words", {"tp": 4, "dp": 2, "gas": 2, "zero": 2, "mbs": 4}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "mbs": 4}),
+    ("words", {"tp": 8, "pp": 2, "dp": 2, "gas": 4, "zero": 1, "sequence_parallel": False}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "mbs": 2, "schedule": "afab"}),
+    ("words", {"tp": 2, "cp": 2, "gas": 2, "mbs": 4}),
+    ("tied-words", {"tp": 2, "gas": 2}),
+    ("tied-words", {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "sequence_parallel": False}),
+    ("tied-words", {"tp": 4, "pp": 2, "dp": 2, "zero": 2, "gas": 4}),
     ("alike", {"pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"}),
 ]
 

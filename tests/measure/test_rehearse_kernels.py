@@ -45,6 +45,11 @@ TWINS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "gate": (fused, lambda: (numbers(N, 2 * F),)),
     "gate_backward": (fused, lambda: (numbers(N, F), numbers(N, 2 * F))),
     "loss_and_gradient": (loss, lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), torch.empty(N))),
+    "shard_statistics": (loss, lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), 0)),
+    "shard_gradient": (
+        loss,
+        lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), 0, torch.zeros(2, 2, N), torch.empty(N)),
+    ),
     "scaled": (loss, lambda: (torch.randn(F, H), torch.ones(()), torch.bfloat16)),
     "rms_norm": (operators, lambda: (numbers(N, H), numbers(H), 1e-5)),
 }

@@ -17,9 +17,16 @@ import numpy as np
 from ultrascale.cost import communication, operators, stages
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates, Workload
-from ultrascale.cost.memory import states
-from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes, uses_fused_blocks
-from ultrascale.cost.network import CollectiveTransfer, group, transfer
+from ultrascale.cost.memory import activations, states
+from ultrascale.cost.memory.states import (
+    FP32,
+    compute_bytes,
+    fp8_on_rank,
+    gradient_bytes,
+    sharded_gradient_bytes,
+    uses_fused_blocks,
+)
+from ultrascale.cost.network import CollectiveTransfer, Op, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
 from ultrascale.specs.estimate import Time, Traffic
@@ -156,27 +163,41 @@ def _repeats(stage: Stage) -> bool:
 
 
 def _tensor(stage: Stage) -> Calls:
-    job, layout, gas = stage.job, stage.layout, stage.layout.gas
+    layout, gas = stage.layout, stage.layout.gas
     inside = communication.tensor_traffic(stage.work)
     entered, left = _recompute_entries(stage)
     regions = communication.SUBLAYERS * stage.layers
     dense = stage.layers - stage.moe_layers
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
-        # which are kept as they were routed. Slices leave the embedding and enter the head.
+        # which are kept as they were routed. Slices leave the embedding.
         kept_slices = stage.layers + dense
-        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * stage.head
-        yield inside.gather, gas * gathers
+        yield inside.gather, gas * (2 * regions + kept_slices + entered + stage.embedding)
         if inside.gathers_gradients_again[0]:
             yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
-        yield inside.scatter, gas * (2 * regions + left + stage.embedding + stage.head)
+        yield inside.scatter, gas * (2 * regions + left + stage.embedding)
     else:
-        yield inside.reduce, gas * (2 * regions + left + stage.embedding + stage.head)
+        yield inside.reduce, gas * (2 * regions + left + stage.embedding)
     if stage.head:
-        # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
-        one = FP32 * stage.row.tokens(job.seq)
-        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas
-        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas
+        yield from _vocabulary_loss(stage)
+
+
+def _vocabulary_loss(stage: Stage) -> Calls:
+    """Hidden states, their gradients, and a few numbers per token of the loss.
+
+    In chunks: each rank's log-sum-exp and target logit. Plain operators: the maximum, then the sum of exponentials and the
+    target's logit; and backward gathers hidden states again.
+    """
+    job, row = stage.job, stage.row
+    tokens, chunked = row.tokens(job.seq), bool(activations.chunked_loss(job, row)[0])
+    wide, one = compute_bytes(job) * tokens * job.model.hidden, FP32 * tokens
+    calls: list[tuple[Op, Array]] = [("all_reduce", wide)]
+    if stage.layout.sequence_parallel:
+        calls = [("reduce_scatter", wide), *[("all_gather", wide)] * (1 if chunked else 2)]
+    calls += [("all_gather", 2 * row.tp * one)] if chunked else [("all_reduce", one), ("all_reduce", 2 * one)]
+    chunks = int(np.ceil(tokens / activations.loss_chunk(job, row))[0]) if chunked else 1
+    for collective, size in calls:
+        yield transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor), stage.layout.gas * chunks
 
 
 def _deferred_layers(stage: Stage) -> int:

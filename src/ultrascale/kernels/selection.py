@@ -23,7 +23,7 @@ class Kernels:
     compiled: bool = False
     """torch.compile for blocks and head that are not fused"""
     loss: bool = False
-    """the loss in chunks, together with its gradients (kernels/loss.py)"""
+    """the loss in chunks, together with its gradients (kernels/loss.py; where tp cuts it parallel/vocab_loss.py)"""
     adamw: bool = False
     """fused AdamW with split masters (kernels/adamw_triton.py, kernels/split_master.py)"""
     single_microbatch: bool = False
@@ -40,11 +40,12 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     if training.kernels == "compile":
         return Kernels(compiled=compiled)
     adamw = job.optimizer == "adamw" and layout.offload == "none"
+    fp8_head = job.precision == "fp8" and training.fp8_keep == "none"
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,
         compiled=compiled,
-        # fp16 must scale the loss before gradients are computed.
-        loss=layout.tp == 1 and job.precision != "fp16" and not split,
+        # fp16 must scale the loss before gradients are computed. An fp8 head has no statistics of a part of the vocabulary.
+        loss=job.precision != "fp16" and not split and not (layout.tp > 1 and fp8_head),
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         single_microbatch=adamw and layout.gpus == layout.gas == 1,

@@ -167,11 +167,12 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Ten
     return AsyncCollective("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
 
 
-def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Tensor]:
+def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> AsyncCollective[Tensor]:
+    """`out`: contiguous memory for the result; else new memory."""
     if axis.size == 1:
         return completed(x, axis)
     parts = _split(x, axis, dim % x.dim())
-    own = torch.empty_like(parts[0])
+    own = torch.empty_like(parts[0]) if out is None else out
     with comm_range(axis.name, "reduce_scatter"):
         work = _scatter_into(own.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return AsyncCollective("reduce_scatter", _works(work), axis, [parts], lambda: own)

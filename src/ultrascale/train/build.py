@@ -18,7 +18,7 @@ from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer, full_weight
-from ultrascale.parallel import context, expert, fused_block, recompute, tensor, zero
+from ultrascale.parallel import context, expert, fused_block, recompute, tensor, vocab_loss, zero
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
@@ -106,7 +106,9 @@ def _chunk(
         else:
             # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
             recompute.apply(module, layout.recompute, layout.recompute_layers, own.compiled)
-        if own.loss:
+        if own.loss and mesh.tp.size > 1:
+            vocab_loss.apply(module, mesh.tp, layout.sequence_parallel)
+        elif own.loss:
             loss.apply(module)
         if job.precision == "fp8":
             float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device)

@@ -215,7 +215,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }
-    # Where the vocabulary is cut or backward is split, a loss that comes with its gradients is not used: plain operators are.
+    # Where backward is split, a loss that comes with its gradients is not used: plain operators are.
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
     saved, peak = by_loss[loss]
     backward = norm + b * logits + b * tokens * job.model.hidden if loss == "log-softmax" else np.zeros(len(columns))
@@ -223,19 +223,33 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     plain = HeadActivations(held[0], held[1], held[2], np.asarray(backward))
     if job.framework.loss != "at-once":
         return plain
-    at_once = (columns.tp == 1) & ~columns.split_backward
-    return where(at_once, _head_at_once(job, columns, norm + statistics), plain)
+    return where(chunked_loss(job, columns), _head_at_once(job, columns, norm + statistics), plain)
+
+
+def chunked_loss(job: Job, columns: LayoutColumns) -> Array:
+    """Rows whose loss comes with its gradients; in fp16 only head and loss that are one compiled graph."""
+    fits = job.framework.loss == "at-once"
+    return np.asarray(fits & ~columns.split_backward & ((columns.tp == 1) | (job.precision != "fp16")))
+
+
+def loss_chunk(job: Job, columns: LayoutColumns) -> Array:
+    """Tokens of a chunk: as many logits on every rank, however the vocabulary is cut."""
+    return np.minimum(columns.tokens(job.seq), LOSS_CHUNK * columns.tp)
 
 
 def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivations:
     """A few tokens' logits at a time; the gradients of hidden states (in the count of `norm`) and, in fp32, of the weight stay.
 
-    In forward the norm's output and a chunk's logits stand beside them, in backward both gradients once more as they leave.
+    In forward the norm's output and a chunk's logits stand beside them, with sequence parallelism also hidden states gathered
+    for this chunk and the next, and gradients before they are scattered; in backward both gradients once more as they leave.
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
-    weight = model.vocab * model.hidden
+    weight, chunk = model.vocab * model.hidden / columns.tp, loss_chunk(job, columns)
     saved = norm + FP32 * weight
-    peak = saved + b * (tokens * model.hidden + np.maximum(np.minimum(tokens, LOSS_CHUNK) * model.vocab, weight))
+    residual = b * tokens * model.hidden / columns.sequence_cut
+    gathered = b * model.hidden * (np.minimum(tokens, 2 * LOSS_CHUNK * columns.tp) + chunk)
+    forward = saved + residual + b * chunk * model.vocab / columns.tp + np.where(columns.sequence_cut > 1, gathered, 0.0)
+    peak = np.maximum(forward, saved + residual + b * weight)
     if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
-        saved = peak = norm + b * tokens * model.vocab
-    return HeadActivations(saved, peak, peak, np.zeros(len(columns)))
+        saved = forward = peak = norm + b * tokens * model.vocab
+    return HeadActivations(saved, peak, forward, np.zeros(len(columns)))

@@ -173,6 +173,8 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
     yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
+    being_gathered = np.where(chunk.gathered_sequence > 0, residual, 0.0)
+    yield activation("norm's output, being gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
     yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
     yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
     yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
@@ -452,7 +454,8 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
     in_backward = head * chunk.sent_gradient
     yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
-    at_loss = np.where(columns.tp > 1, in_forward, in_backward)  # over a cut vocabulary the loss peaks in forward
+    # Over a cut vocabulary plain operators peak in forward.
+    at_loss = np.where((columns.tp > 1) & (chunk.head.backward > 0), in_forward, in_backward)
     yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.HEAD_BACKWARD)
     yield buffer("gradient sent", in_backward, event.HEAD_BACKWARD, event.BACKWARD_START)
     yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
