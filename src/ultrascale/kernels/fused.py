@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels.deferred import DeferredWeightGrads
+from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.operators import RMSNorm, at_least_fp32, swiglu
 from ultrascale.model.rotary import Rope, rotate
 from ultrascale.model.transformer import MLP, Block, MultiLinear, Transformer
@@ -46,8 +47,12 @@ class GatedMLPKernel:
 
     def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of both GEMMs [n, 2·f], which are saved for backward, and silu(x · gate) · (x · up) [n, f]."""
-        both = x @ joined(gate_, up).t()
+        both = self.both(x, gate_, up)
         return both, gate(both)
+
+    def both(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+        """The outputs of both GEMMs once more."""
+        return x @ joined(gate_, up).t()
 
     def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         """From the gradient of the MLP's output: the gradient of `both`, and the recomputed output of the gate."""
@@ -67,6 +72,8 @@ class FusedBlock(Block):
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
         self.mlp_kernel, self.deferred = GatedMLPKernel(), deferred or DeferredWeightGrads(used=False)
+        self.saves_both = True
+        """False: backward recomputes the outputs of gate and up, which are the widest (selective recomputation)"""
 
     def join(self) -> None:
         """Makes the weights of each joined GEMM contiguous in memory."""
@@ -87,7 +94,8 @@ class FusedBlock(Block):
 
     def out_mlp(self, *arguments: Any) -> Tensor:
         """The part of the block after attention."""
-        return _FusedOutputAndMLP.apply(*arguments, self.mlp_kernel, self.deferred)  # type: ignore[no-untyped-call, no-any-return]
+        settings = self.mlp_kernel, self.saves_both, self.deferred
+        return _FusedOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
@@ -136,21 +144,28 @@ class _FusedOutputAndMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        mlp_kernel: GatedMLPKernel, deferred: DeferredWeightGrads,
+        mlp_kernel: GatedMLPKernel, saves_both: bool, deferred: DeferredWeightGrads,
     ) -> Tensor:  # fmt: skip
         rows = attended.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(normed, gate_, up)
-        ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
-        ctx.shape, ctx.mlp_kernel, ctx.deferred = attended.shape, mlp_kernel, deferred
-        return total.view_as(x) + (gated @ down.t()).view_as(x)  # not a view: FSDP2 registers its hook on it
+        ctx.save_for_backward(rows, total, scales, both if saves_both else None, out, gain, gate_, up, down)
+        ctx.eps, ctx.shape, ctx.mlp_kernel, ctx.deferred = eps, attended.shape, mlp_kernel, deferred
+
+        def result() -> tuple[Tensor]:
+            return (total.view_as(x) + (gated @ down.t()).view_as(x),)  # not a view: FSDP2 registers its hook on it
+
+        return cache_across_recompute(result, needed_in_backward=False)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
         flat, mlp_kernel, deferred = grad.contiguous().flatten(0, 1), ctx.mlp_kernel, ctx.deferred
+        if both is None:
+            both = mlp_kernel.both(norm(total, None, gain, ctx.eps)[1], gate_, up)
         grad_both, gated = mlp_kernel.backward(flat, down, both)
+        del both
         (grad_down,) = deferred.compute((down,), weight_grad, flat, gated)
         del gated
         grad_total, grad_gain, normed = norm_backward(mlp_kernel.grad_input(grad_both, gate_, up), total, scales, gain, flat)
@@ -158,7 +173,7 @@ class _FusedOutputAndMLP(torch.autograd.Function):
         del grad_both, normed
         grad_inputs = grad_total.view_as(grad), (grad_total @ out).view(ctx.shape)
         (grad_out,) = deferred.compute((out,), weight_grad, grad_total, rows)
-        return *grad_inputs, grad_out, grad_gain, grad_gate, grad_up, grad_down, None, None, None
+        return *grad_inputs, grad_out, grad_gain, grad_gate, grad_up, grad_down, None, None, None, None
 
 
 def weight_grad(grad: Tensor, x: Tensor) -> tuple[Tensor]:

@@ -56,7 +56,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
 def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
     """Why a GPU runs plain blocks, compiled if possible, instead of fused ones; None if it runs fused ones.
 
-    Fused blocks already drop all that selective recomputation would; full recomputation stops early only in plain ones.
+    In fp8, fused blocks drop all that selective recomputation would.
     """
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
@@ -66,8 +66,8 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return f"layers are cut (tp = {layout.tp}, cp = {layout.cp}), and their matmuls are in fp8"
     if _splits(layout) and job.precision == "fp8":
         return f"{layout.schedule} splits their backward, and their matmuls are in fp8"
-    if layout.recompute == "full":
-        return "they are recomputed in full"
+    if layout.recompute == "full" and (job.precision == "fp8" or _splits(layout)):
+        return "they are recomputed in full, " + ("in fp8" if job.precision == "fp8" else "and their backward is split")
     if job.precision == "fp8" and training.fp8_scaling != "tensor":
         return f"fp8 has a scale per {training.fp8_scaling}"
     if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ultrascale.kernels import fused
 from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel, joined
+from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis
@@ -40,7 +41,7 @@ class TensorParallelFusedBlock(FusedBlock):
         return _TensorParallelQKV.apply(*arguments, self.deferred, self.axis)  # type: ignore[no-untyped-call, no-any-return]
 
     def out_mlp(self, *arguments: Any) -> Tensor:
-        settings = self.mlp_kernel, self.deferred, self.axis
+        settings = self.mlp_kernel, self.saves_both, self.deferred, self.axis
         return _TensorParallelOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -87,31 +88,39 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        mlp_kernel: GatedMLPKernel, deferred: DeferredWeightGrads, axis: Axis,
+        mlp_kernel: GatedMLPKernel, saves_both: bool, deferred: DeferredWeightGrads, axis: Axis,
     ) -> Tensor:  # fmt: skip
         summed = comm.reduce_scatter(_attended_rows(attended, axis) @ out.t(), axis)
         total, normed, scales = fused.norm(summed, x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(comm.all_gather(normed, axis), gate_, up)
-        ctx.save_for_backward(attended, total, scales, both, out, gain, gate_, up, down)
+        ctx.save_for_backward(attended, total, scales, both if saves_both else None, out, gain, gate_, up, down)
         ctx.eps, ctx.mlp_kernel, ctx.deferred, ctx.axis = eps, mlp_kernel, deferred, axis
-        return total.view_as(x) + comm.reduce_scatter(gated @ down.t(), axis).view_as(x)
+
+        def result() -> tuple[Tensor]:
+            return (total.view_as(x) + comm.reduce_scatter(gated @ down.t(), axis).view_as(x),)
+
+        return cache_across_recompute(result, needed_in_backward=False)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         own = grad.contiguous().flatten(0, 1)
         grads = (_deferred_backward if ctx.deferred.open else _whole_backward)(ctx, own, grad.shape)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _whole_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
     attended, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
     mlp_kernel, axis = ctx.mlp_kernel, ctx.axis
+    gathering = comm.all_gather_start(fused.norm(total, None, gain, ctx.eps)[1], axis) if both is None else None
     whole = comm.all_gather(own, axis)
-    gathering = comm.all_gather_start(fused.norm(total, None, gain, ctx.eps)[1], axis)
+    if gathering is None:
+        gathering = comm.all_gather_start(fused.norm(total, None, gain, ctx.eps)[1], axis)
+    else:
+        both = mlp_kernel.both(gathering.wait(), gate_, up)
     grad_both, gated = mlp_kernel.backward(whole, down, both)
     grad_down = whole.t() @ gated
-    del whole, gated
+    del whole, gated, both
     reduction = comm.reduce_scatter_start(mlp_kernel.grad_input(grad_both, gate_, up), axis)
     grad_gate, grad_up = mlp_kernel.grad_weights(grad_both, gathering.wait())
     del grad_both, gathering
@@ -127,7 +136,10 @@ def _deferred_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor
     """The input gradients. Weight gradients are queued with slices of what they need gathered."""
     attended, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
     mlp_kernel, axis = ctx.mlp_kernel, ctx.axis
+    if both is None:
+        both = mlp_kernel.both(comm.all_gather(fused.norm(total, None, gain, ctx.eps)[1], axis), gate_, up)
     grad_both, gated = mlp_kernel.backward(comm.all_gather(own, axis), down, both)
+    del both
     grad_normed = comm.reduce_scatter(mlp_kernel.grad_input(grad_both, gate_, up), axis)
     grad_total, grad_gain, normed = fused.norm_backward(grad_normed, total, scales, gain, own)
     del grad_normed

@@ -19,13 +19,13 @@ from torch import nn
 
 from ultrascale.kernels.deferred import DeferredWeightGrads, add_gradient
 from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
+from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh, Shard
-from ultrascale.parallel.recompute_cache import cache_across_recompute
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 BATCH = 0  # slices gathered along this dimension stay in the order of ranks, as they arrive: nothing is copied

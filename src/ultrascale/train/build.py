@@ -103,8 +103,8 @@ def _chunk(
             fused_block.apply(module, mesh.tp, deferred)
         elif own.fused:
             fused.apply(module, deferred)
-        else:
-            # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
+        # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
+        if not (own.fused and job.precision == "fp8"):  # whose fused blocks save little in any case
             recompute.apply(module, layout.recompute, layout.recompute_layers, own.compiled)
         if own.loss and mesh.tp.size > 1:
             vocab_loss.apply(module, mesh.tp, layout.sequence_parallel)
