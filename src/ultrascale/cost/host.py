@@ -229,7 +229,7 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     """What memory-bound kernels take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
     queue, full = constants().launch_queue, columns.is_("recompute", "full")
     fused, compiled = queue.streams_fused, queue.streams_compiled
-    in_fused_blocks = uses_fused_blocks(job, columns) & ~full
+    in_fused_blocks = uses_fused_blocks(job, columns)
     forward = np.where(in_fused_blocks, fused.forward, compiled.forward)
     backward = np.where(in_fused_blocks, fused.backward, compiled.backward) + np.where(
         full, compiled.again * share.recomputed_fraction, 0

@@ -101,7 +101,7 @@ def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> l
     """The matmuls of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
     """
-    separate = columns.is_("recompute", "full") | ~uses_fused_blocks(job, columns)
+    separate = ~uses_fused_blocks(job, columns)
     if not (job.framework.fused_blocks and separate.any()):
         return matmuls
     model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare, encode
+from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
@@ -126,21 +126,30 @@ def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
     head = _end(work, inside, operators.head(job, columns, machine, clock), is_head=True)
     kept: tuple[ComponentTime | None, ...] = (None, None)
     if np.any(columns.recompute_layers):
-        without = columns.changed(recompute=np.full(len(columns), encode("recompute", "none")))
-        kept = _layers(Workload(job, without, machine), inside, clock)
+        kept = _layers(work, inside, clock, recomputes=False)
     return ComponentTimes(*layers, embedding, head, *kept)
 
 
-def _layers(work: Workload, inside: TensorTraffic, clock: Array) -> tuple[ComponentTime, ComponentTime | None]:
+def _layers(
+    work: Workload, inside: TensorTraffic, clock: Array, recomputes: bool = True
+) -> tuple[ComponentTime, ComponentTime | None]:
     """A dense layer, and one of experts if there are any."""
     job, columns, machine = work.job, work.columns, work.machine
-    dense = _layer(work, inside, operators.layer(job, columns, machine, False, clock), moe=False)
+    dense = _layer(work, inside, operators.layer(job, columns, machine, False, clock), False, recomputes)
     experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
-    return dense, None if experts is None else _layer(work, inside, experts, moe=True)
+    return dense, None if experts is None else _layer(work, inside, experts, True, recomputes)
 
 
 def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
     """Forward that selective recomputation repeats."""
+    fused = uses_fused_blocks(work.job, work.columns)
+    gate_and_up = [matmul for matmul in compute.matmuls if matmul.name == "mlp up"]
+    wide = operators.matmul_passes(work.machine, gate_and_up).forward * (work.job.precision != "fp8")
+    return np.where(fused, wide, _plain_selective_s(work, compute))
+
+
+def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
+    """The same of layers that are not fused."""
     policy = states.selective_policy(work.job)
     if policy in ("attention", "scores"):
         return compute.attention.forward
@@ -153,7 +162,7 @@ def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
     return cheap
 
 
-def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool) -> ComponentTime:
+def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool, recomputes: bool) -> ComponentTime:
     job, columns, machine = work.job, work.columns, work.machine
     around = communication.context_traffic(work, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
@@ -181,8 +190,8 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
         down = [matmul for matmul in compute.matmuls if matmul.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
-    selective = columns.is_("recompute", "selective") & ~uses_fused_blocks(job, columns)
-    repeated = np.where(selective, _selective_recompute_s(work, compute), repeated)
+    repeated = np.where(columns.is_("recompute", "selective"), _selective_recompute_s(work, compute), repeated)
+    repeated = repeated if recomputes else 0.0 * repeated
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)

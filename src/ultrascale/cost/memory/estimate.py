@@ -227,9 +227,10 @@ def _untraced_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoi
     """Backward of a layer, of its input gradients alone, and the loss, each with all buffers live at once."""
     buffers, nothing = np.asarray(sum(size for _, size in _concurrent_buffers(chunk))), np.zeros(len(chunk.columns))
     whole = split = nothing
-    for count, _, layer in chunk.layers:
-        whole = np.maximum(whole, np.where(count > 0, layer.recomputed + layer.gradients, 0.0))
-        split = np.maximum(split, np.where(count > 0, layer.gradients, 0.0))
+    for kind in chunk.layers:
+        layer = kind.saved
+        whole = np.maximum(whole, np.where(kind.count > 0, layer.recomputed + layer.gradients, 0.0))
+        split = np.maximum(split, np.where(kind.count > 0, layer.gradients, 0.0))
     for most in (whole, split, np.asarray(chunk.share.head * chunk.head.peak)):
         yield MemoryPoint(most, buffers, gradients, nothing)
 
@@ -267,9 +268,9 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
         sent = np.where(columns.is_("dispatcher", "allgather"), gathered, sent)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
     if job.framework.expert_overlap == "microbatches":
-        for count, moe, layer in chunk.layers:
-            if moe:
-                yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
+        whole = [np.where(kind.count > 0, kind.saved.whole, 0.0) for kind in chunk.layers if kind.moe]
+        if whole:
+            yield "a layer of the micro-batch that hides the all-to-all", np.maximum.reduce(whole)
 
 
 def _context_buffers(chunk: ChunkMemory) -> Array:

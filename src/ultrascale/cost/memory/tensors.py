@@ -15,7 +15,17 @@ import numpy as np
 from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.activations import LayerActivations
-from ultrascale.cost.memory.chunk import ChunkMemory, LiveMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
+from ultrascale.cost.memory.chunk import (
+    ChunkMemory,
+    LayerKind,
+    LiveMemory,
+    MemoryPoint,
+    TensorLifetime,
+    activation,
+    buffer,
+    fullest,
+    walk,
+)
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uncut, uses_fused_blocks
 
 
@@ -98,31 +108,31 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     rows = len(chunk.columns)
     deferring = chunk.columns.split_backward & split
     found = nothing = MemoryPoint.nothing(rows)
-    for count, moe, layer in chunk.layers:
-        happens = _layer_events(chunk, moe, deferring)
-        live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
+    for kind in chunk.layers:
+        happens = _layer_events(chunk, kind.moe, deferring)
+        live = walk(_layer_tensors(chunk, kind.saved, kind.moe, deferring), LayerEvent.END, rows, deferring)
         parts = live.peaks_of_segments(_SEGMENT_STARTS, happens)
-        for done in _layers_done(chunk, moe):
-            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerSegment.END, rows)
-            found = fullest(found, where(count > 0, (parts + beside).peak(), nothing))
+        for done in _layers_done(chunk, kind):
+            beside = walk(_beside_layer(chunk, kind.saved, kind.moe, gradients, done, deferring), LayerSegment.END, rows)
+            found = fullest(found, where(kind.count > 0, (parts + beside).peak(), nothing))
     return found
 
 
-def _layers_done(chunk: ChunkMemory, moe: bool) -> list[Array]:
+def _layers_done(chunk: ChunkMemory, kind: LayerKind) -> list[Array]:
     """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
-    the second, the last but one, or the last. Dense layers come first in a model, so last in backward.
+    the second, the last but one, or the last.
 
     Where parameters are freed with all that a layer saved, no later than the second.
     """
-    own, before = (chunk.share.moe_layers, 0) if moe else (chunk.share.dense_layers, chunk.share.moe_layers)
+    own = kind.count
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
-    return [before + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    return [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
 
 
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
     """In which rows an event happens, for those that do not in all."""
     job, columns, event = chunk.job, chunk.columns, LayerEvent
-    fused = uses_fused_blocks(job, columns) & ~columns.is_("recompute", "full") & (not moe)
+    fused = uses_fused_blocks(job, columns) & (not moe)
     whole = (uncut(columns) & job.framework.fused_blocks) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
@@ -163,7 +173,9 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     """
     event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
     weight, end = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE
-    yield activation("saved for backward", layer.total, event.FUSED_GATE, end)
+    again = layer.modules["mlp matmuls"] - layer.kept["mlp matmuls"]
+    yield activation("saved for backward", layer.fused - again, event.FUSED_GATE, end)
+    yield activation("outputs of gate and up, recomputed", again, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
     yield activation("residual gradient", residual, event.FUSED_GATE, end)
     yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, end)
     yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
@@ -189,7 +201,7 @@ def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Ite
     gate, norm, out, attention, end = (LayerEvent(number) for number in range(event.INPUT_GRADS_GATE, event.COMBINE))
     by_mlp = layer.modules["mlp matmuls"] + layer.modules["mlp norm"]
     yield activation("saved for the MLP's backward", by_mlp, gate, attention)
-    yield activation("saved for attention's backward", layer.total - by_mlp, gate, end)
+    yield activation("saved for attention's backward", layer.fused - by_mlp, gate, end)
     yield activation("output gradient of the MLP", residual, gate, end)
     yield activation("activation, computed again", wide, gate, end)
     yield activation("gradients of gate and up", 2 * wide, gate, end)
@@ -338,7 +350,7 @@ def _beside_layer(
     start, scatter, end = LayerSegment.MLP, LayerSegment.REDUCE_SCATTER, LayerSegment.END
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
-    freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
+    freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, chunk.saved_when_done(done))
     yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
@@ -418,10 +430,11 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """
     start, end = ChunkEvent.FORWARD_END, ChunkEvent.LOSS_FORWARD
     fused = uses_fused_blocks(chunk.job, chunk.columns)
-    for _, moe, layer in chunk.layers:
-        if not moe:
+    for kind in chunk.layers:
+        layer = kind.saved
+        if not kind.moe:
             summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
-            size = layer.modules["mlp activation"] + chunk.residual + summed
+            size = layer.modules["mlp activation"] + chunk.residual + summed + layer.fused - layer.total
             yield activation("outputs of gate, norm and last matmul", np.where(fused, size, 0.0), start, end)
             beside = chunk.sent_gradient + chunk.last_all_gather
             yield buffer("gradient sent to the previous stage, last all-gather", np.where(fused, beside, 0.0), start, end)
@@ -502,14 +515,15 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
 
 
 def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
-    """While deferred weight gradients are computed, from the last layer to the first. In fused blocks: fresh gradients stay until
-    all of the chunk are there, unless they are added to others of the same format; a layer's operands are freed as it goes.
+    """While deferred weight gradients are computed, from the last layer to the first. In fused blocks: fresh gradients stay
+    until all of the chunk are there, unless they are added to others of the same format; a layer's operands are freed as it
+    goes.
     """
     base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
     fused = uses_fused_blocks(job, columns) & columns.split_backward
     if not fused.any():
         return base
-    ((_, _, layer),) = chunk.layers
+    layer = chunk.layers[0].saved
     wide, gathered, matrix = layer.modules["mlp activation"], chunk.gathered_sequence, chunk.mlp_weight_gradient[False]
     weights = compute_bytes(job) * states.per_layer(job.model, columns).dense
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
