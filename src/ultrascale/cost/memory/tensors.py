@@ -402,11 +402,12 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     none = np.zeros(len(chunk.columns))
     yield from _forward_end(chunk)
     yield from _loss(chunk)
-    # ZeRO-3 and the last reduce-scatter, in a forward and while deferred weight gradients are computed.
+    # ZeRO-3 and the last reduce-scatter, in a forward; layers are freed while deferred weight gradients are computed.
     between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
     yield buffer("unsharded parameters, reduce-scatter inputs", between, event.FORWARD_END, event.LOSS_FORWARD)
     yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
-    yield buffer("unsharded parameters, reduce-scatter inputs", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    ends = chunk.unsharded(chunk.rank_params.ends, 0.0 * between) + chunk.rank_reduce_scatter_inputs
+    yield buffer("unsharded parameters, reduce-scatter inputs", ends, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
     freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
     yield TensorLifetime(
@@ -426,20 +427,24 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
 
 def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """Where the last layer has experts: rows that return from them; the layer's output is not there yet. In a fused block: the
-    gate's and the norm's output, which are not saved, and the last matmul's before it is scattered or added.
+    gate's and the norm's output, which are not saved, and the last matmul's before it is scattered or added. Operator by
+    operator: a gate's silu, before there is an output.
     """
     start, end = ChunkEvent.FORWARD_END, ChunkEvent.LOSS_FORWARD
     fused = uses_fused_blocks(chunk.job, chunk.columns)
+    recomputes_none = chunk.columns.is_("recompute", "none")
+    gates = states.eager(chunk.job, chunk.columns) & recomputes_none & chunk.job.model.gated
     for kind in chunk.layers:
-        layer = kind.saved
+        layer, last = kind.saved, (kind.done == 0) & (kind.count > 0)
         if not kind.moe:
             summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
-            size = layer.modules["mlp activation"] + chunk.residual + summed + layer.fused - layer.total
-            yield activation("outputs of gate, norm and last matmul", np.where(fused, size, 0.0), start, end)
+            wide, there = layer.modules["mlp activation"], (fused | gates) & last
+            not_saved = chunk.residual + summed + layer.fused - layer.total
+            extra = np.where(fused, not_saved, np.where(chunk.sends_output, -chunk.residual, 0.0))
+            yield activation("outputs of gate, norm and last matmul", np.where(there, wide + extra, 0.0), start, end)
             beside = chunk.sent_gradient + chunk.last_all_gather
-            yield buffer("gradient sent to the previous stage, last all-gather", np.where(fused, beside, 0.0), start, end)
+            yield buffer("gradient sent to the previous stage, last all-gather", np.where(there, beside, 0.0), start, end)
             continue
-        there = chunk.share.moe_layers > 0
         sizes = {
             "expert rows, received and weighted": 2 * layer.modules["expert output"],
             "sum of each token's rows": chunk.full_sequence,
@@ -448,8 +453,8 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
             "output to send, not there yet": np.where(chunk.sends_output, -chunk.residual, 0.0),
         }
         for name, size in sizes.items():
-            yield activation(name, np.where(there, size, 0.0), start, end)
-        yield buffer("last all-gather", np.where(there, chunk.last_all_gather, 0.0), start, end)
+            yield activation(name, np.where(last, size, 0.0), start, end)
+        yield buffer("last all-gather", np.where(last, chunk.last_all_gather, 0.0), start, end)
 
 
 def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
@@ -515,9 +520,10 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
 
 
 def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
-    """While deferred weight gradients are computed, from the last layer to the first. In fused blocks: fresh gradients stay
-    until all of the chunk are there, unless they are added to others of the same format; a layer's operands are freed as it
-    goes.
+    """While deferred weight gradients are computed, from the last layer to the first.
+
+    In fused blocks: fresh gradients stay until all of the chunk are there, unless they are added to others of the same format;
+    operands are freed with those of their GEMM, cut by tp with those of the MLP.
     """
     base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
     fused = uses_fused_blocks(job, columns) & columns.split_backward
@@ -527,7 +533,8 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     wide, gathered, matrix = layer.modules["mlp activation"], chunk.gathered_sequence, chunk.mlp_weight_gradient[False]
     weights = compute_bytes(job) * states.per_layer(job.model, columns).dense
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
-    down = np.where(gathered > 0, -2 * gathered, chunk.residual + wide)  # freed after its weight gradient; two gathers at once
+    # Where tp cuts blocks, two gathers are live at once; elsewhere down's operands are freed before the next matrices.
+    down = np.where(gathered > 0, -2 * gathered, chunk.residual + wide)
     mlp = 3 * (wide + chunk.residual) + layer.modules["attention output"]
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
     found = base
