@@ -145,7 +145,8 @@ def calls_of(stage: Stage) -> Calls:
 def _recompute_entries(stage: Stage) -> tuple[int, int]:
     """How often recomputation enters the regions of a stage's layers anew, and leaves them.
 
-    Selective recomputation keeps matmuls with their collectives, but what experts are sent is gathered to be sorted again.
+    Selective recomputation keeps matmuls with their collectives, but what experts are sent is gathered to be sorted again. A
+    fused block has the input of gate and up gathered in backward anyway, unless its weight gradients are deferred.
     torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
     if stage.layout.recompute == "full":
@@ -175,6 +176,8 @@ def _tensor(stage: Stage) -> Calls:
         yield inside.gather, gas * (2 * regions + kept_slices + entered + stage.embedding)
         if inside.gathers_gradients_again[0]:
             yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
+            if layout.recompute == "selective":
+                yield inside.gather, _deferred_layers(stage, layout.recompute_layers)
         yield inside.scatter, gas * (2 * regions + left + stage.embedding)
     else:
         yield inside.reduce, gas * (2 * regions + left + stage.embedding)
@@ -193,19 +196,21 @@ def _vocabulary_loss(stage: Stage) -> Calls:
     wide, one = compute_bytes(job) * tokens * job.model.hidden, FP32 * tokens
     calls: list[tuple[Op, Array]] = [("all_reduce", wide)]
     if stage.layout.sequence_parallel:
-        calls = [("reduce_scatter", wide), *[("all_gather", wide)] * (1 if chunked else 2)]
+        gathers: list[tuple[Op, Array]] = [("all_gather", wide)] * (1 if chunked else 2)
+        calls = [("reduce_scatter", wide), *gathers]
     calls += [("all_gather", 2 * row.tp * one)] if chunked else [("all_reduce", one), ("all_reduce", 2 * one)]
     chunks = int(np.ceil(tokens / activations.loss_chunk(job, row))[0]) if chunked else 1
     for collective, size in calls:
         yield transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor), stage.layout.gas * chunks
 
 
-def _deferred_layers(stage: Stage) -> int:
-    """Layers of all micro-batches whose weight gradients are deferred."""
+def _deferred_layers(stage: Stage, most: int | None = None) -> int:
+    """Layers of all micro-batches whose weight gradients are deferred; `most` of each chunk."""
     layout = stage.layout
     layers = stages.chunk_layers(stage.job, layout.pp, layout.virtual_stages)
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
-    return sum(layers[action.stage] for action in actions if action.kind is ActionKind.W)
+    each = [min(count, most or count) for count in layers]
+    return sum(each[action.stage] for action in actions if action.kind is ActionKind.W)
 
 
 def _repeated_weights(stage: Stage) -> Calls:

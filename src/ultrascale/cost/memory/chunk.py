@@ -254,10 +254,9 @@ class ChunkMemory:
         """Every chunk but the last."""
         return np.asarray((self.columns.pp > 1) & (self.share.head == 0))
 
-    @cached_property
-    def deferred_layers(self) -> Array:
-        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred: what recomputation brought
-        back, and output gradients in the place of the tensors that they were computed from.
+    def deferred_when_done(self, done: Array) -> Array:
+        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred, of which `done` are through
+        backward: what recomputation brought back, and output gradients in the place of the tensors that they were computed from.
 
         Of a dense layer they are as large, but gathered where sequence parallelism cuts them and the block is not fused. Of a
         layer with experts the router's input is freed and, without a shared expert, the layer's input; of attention what norms
@@ -274,7 +273,7 @@ class ChunkMemory:
                 if moe:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
-            total = total + kind.count * each
+            total = total + np.clip(done - kind.done, 0, kind.count) * each
         return np.asarray(total)
 
     @cached_property
@@ -282,7 +281,7 @@ class ChunkMemory:
         """The same of the chunk: what it received stays, what it sent is freed."""
         ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
         there = self.columns.split_backward & self.job.framework.exact_memory_trace
-        return np.asarray(self.deferred_layers + np.where(there, ends, 0.0))
+        return np.asarray(self.deferred_when_done(self.share.layers) + np.where(there, ends, 0.0))
 
     def routed_only(self, moe: bool) -> bool:
         """A layer of experts without a shared one: all its rows have gradients of their own."""

@@ -350,7 +350,7 @@ def _beside_layer(
     start, scatter, end = LayerSegment.MLP, LayerSegment.REDUCE_SCATTER, LayerSegment.END
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
-    freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, chunk.saved_when_done(done))
+    freed = np.where(split, chunk.deferred - chunk.deferred_when_done(done), chunk.saved_when_done(done))
     yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
