@@ -255,8 +255,8 @@ class ChunkMemory:
         return np.asarray((self.columns.pp > 1) & (self.share.head == 0))
 
     def deferred_when_done(self, done: Array) -> Array:
-        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred, when `done` of them are through
-        backward: what recomputation brought back, and output gradients in the place of tensors that they were computed from.
+        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred, when `done` of them are
+        through backward: what recomputation brought back, and output gradients in the place of what they were computed from.
 
         Of a dense layer they are as large, but gathered where sequence parallelism cuts them and the block is not fused. Of a
         layer with experts the router's input is freed and, without a shared expert, the layer's input; of attention what norms
