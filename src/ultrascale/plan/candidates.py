@@ -19,6 +19,7 @@ from ultrascale.cost import engines
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
+from ultrascale.cost.recompute import AUTO
 from ultrascale.cost.table import ScheduleVariant, SearchTable
 from ultrascale.plan.alternatives import LEAST_MEMORY_MAX_SLOWDOWN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
@@ -72,6 +73,8 @@ class LayoutConstraints:
         fixed: dict[str, Any] = {}
         for text in _words(fix, "--fix"):
             name, text = _pair(text, "--fix")
+            if (name, text.strip()) == ("recompute", AUTO):
+                continue  # what the search does
             value = field_value(name, text)
             if fixed.setdefault(name, value) != value:
                 raise SpecError(

@@ -7,13 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.engines import layout_problem
-from ultrascale.cost.estimate import DraftEstimate, MemoryDraft, add_times, full_estimate, memory_drafts, memory_limit_gib
+from ultrascale.cost.estimate import (
+    MIN_FIT,
+    DraftEstimate,
+    MemoryDraft,
+    add_times,
+    full_estimate,
+    memory_drafts,
+    memory_drafts_of_jobs,
+    memory_limit_gib,
+)
 from ultrascale.cost.legality import check
+from ultrascale.cost.recompute import fewest_recomputed
 from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
 from ultrascale.specs.errors import SpecError, divisors, nearest
@@ -76,7 +85,7 @@ def plan(
     objective: Objective = "throughput",
     fix: Sequence[str] = (),
     forbid: Sequence[str] = (),
-    min_fit: float = advice.MIN_FIT,
+    min_fit: float = MIN_FIT,
     min_free_gib: float = 0.0,
     explain: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -180,7 +189,7 @@ def best_plan(job: Job, constraints: LayoutConstraints) -> Plan | None:
     """The first plan of `plan`, without reasons. None if nothing fits."""
     job, _ = advice.runnable_job(job)
     job, _ = advice.reachable_batch(job, constraints)
-    for limit_gib in (memory_limit_gib(job, advice.MIN_FIT, 0.0), job.cluster.gpu.memory_gib):
+    for limit_gib in (memory_limit_gib(job, MIN_FIT, 0.0), job.cluster.gpu.memory_gib):
         ranked = rank(job, constraints, "throughput", SIMULATED_AT_LEAST, limit_gib * GIB)
         if ranked.score:
             best = [(score, ranked, row) for row, score in enumerate(ranked.score)]
@@ -232,39 +241,10 @@ def _simulate(
         count = max(top - rows, SIMULATED_AT_LEAST - len(fitting))
         if count <= 0:
             break
-        for found in _memory_drafts(candidates[:count]):
+        for found in memory_drafts_of_jobs(candidates[:count]):
             (fitting if found.peak_gib <= limit_gib else over).append(found)
         candidates = candidates[count:]
-    return add_times((_recompute_less(fitting, limit_gib) if recomputes_less else fitting) or over)
-
-
-def _recompute_less(drafts: list[MemoryDraft], limit_gib: float) -> list[MemoryDraft]:
-    """The same, each with the fewest recomputed layers that fit.
-
-    A peak is nearly linear in their number: the fewest are near where the line from none to all meets the limit.
-    """
-    some = [one for one in drafts if _may_recompute_less(one.view.job, one.view.layout)]
-    without = _changed_drafts([(one, {"recompute": "none"}) for one in some])
-    tried: list[tuple[MemoryDraft, dict[str, Any]]] = []
-    for one, none in zip(some, without, strict=True):
-        layers = -(-one.view.job.model.layers // (one.view.layout.pp * one.view.layout.virtual_stages))
-        on_line = (none.peak_gib - limit_gib) / max(none.peak_gib - one.peak_gib, 1e-9) * layers
-        first = max(1, math.ceil(min(on_line, layers)))
-        tried += [(one, {"recompute_layers": count}) for count in range(first, min(first + 3, layers))]
-    fewer: dict[int, MemoryDraft] = {}
-    for (one, _), found in zip(tried, _changed_drafts(tried), strict=True):
-        if found.peak_gib <= limit_gib:
-            fewer.setdefault(id(one), found)
-    return [fewer.get(id(one), one) for one in drafts]
-
-
-def _may_recompute_less(job: Job, layout: Layout) -> bool:
-    one_layer = layout.model_copy(update={"recompute_layers": 1})
-    return layout.recompute != "none" and layout.recompute_layers is None and layout_problem(job, one_layer) is None
-
-
-def _changed_drafts(changes: list[tuple[MemoryDraft, dict[str, Any]]]) -> list[MemoryDraft]:
-    return _memory_drafts([(one.view.job, one.view.layout.model_copy(update=change)) for one, change in changes])
+    return add_times((fewest_recomputed(fitting, limit_gib) if recomputes_less else fitting) or over)
 
 
 def _row_key(job: Job, layout: Layout) -> tuple[object, ...]:
@@ -297,15 +277,6 @@ def _rows(simulated: list[DraftEstimate]) -> list[list[DraftEstimate]]:
     for draft in simulated:
         rows.setdefault(_row_key(draft.view.job, draft.view.layout), []).append(draft)
     return list(rows.values())
-
-
-def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[MemoryDraft]:
-    """In the order given; those of one cluster together."""
-    found: dict[int, MemoryDraft] = {}
-    for job in {id(job): job for job, _ in layouts}.values():
-        numbers = [number for number, (one, _) in enumerate(layouts) if one is job]
-        found.update(zip(numbers, memory_drafts(job, [layouts[number][1] for number in numbers]), strict=True))
-    return [found[number] for number in range(len(layouts))]
 
 
 def _score(predicted: DraftEstimate, objective: Objective) -> tuple[float, ...]:
