@@ -164,42 +164,43 @@ def _repeats(stage: Stage) -> bool:
 
 
 def _tensor(stage: Stage) -> Calls:
-    layout, gas = stage.layout, stage.layout.gas
+    job, layout, gas = stage.job, stage.layout, stage.layout.gas
     inside = communication.tensor_traffic(stage.work)
     entered, left = _recompute_entries(stage)
     regions = communication.SUBLAYERS * stage.layers
     dense = stage.layers - stage.moe_layers
+    chunked = bool(activations.chunked_loss(job, stage.row)[0])
+    head = 0 if chunked else stage.head
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
-        # which are kept as they were routed. Slices leave the embedding.
+        # which are kept as they were routed. Slices leave the embedding and enter the head.
         kept_slices = stage.layers + dense
-        yield inside.gather, gas * (2 * regions + kept_slices + entered + stage.embedding)
+        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * head
+        yield inside.gather, gas * gathers
         if inside.gathers_gradients_again[0]:
             yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
             if layout.recompute == "selective":
                 yield inside.gather, _deferred_layers(stage, layout.recompute_layers)
-        yield inside.scatter, gas * (2 * regions + left + stage.embedding)
+        yield inside.scatter, gas * (2 * regions + left + stage.embedding + head)
     else:
-        yield inside.reduce, gas * (2 * regions + left + stage.embedding)
-    if stage.head:
-        yield from _vocabulary_loss(stage)
+        yield inside.reduce, gas * (2 * regions + left + stage.embedding + head)
+    if head:
+        # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
+        one = FP32 * stage.row.tokens(job.seq)
+        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas
+        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas
+    elif stage.head:
+        yield from _chunked_loss(stage)
 
 
-def _vocabulary_loss(stage: Stage) -> Calls:
-    """Hidden states, their gradients, and a few numbers per token of the loss.
-
-    In chunks: each rank's log-sum-exp and target logit. Plain operators: the maximum, then the sum of exponentials and the
-    target's logit; and backward gathers hidden states again.
-    """
+def _chunked_loss(stage: Stage) -> Calls:
+    """Of each chunk the hidden states, their gradients, and two numbers per token and rank: log-sum-exp and target's logit."""
     job, row = stage.job, stage.row
-    tokens, chunked = row.tokens(job.seq), bool(activations.chunked_loss(job, row)[0])
-    wide, one = compute_bytes(job) * tokens * job.model.hidden, FP32 * tokens
-    calls: list[tuple[Op, Array]] = [("all_reduce", wide)]
-    if stage.layout.sequence_parallel:
-        gathers: list[tuple[Op, Array]] = [("all_gather", wide)] * (1 if chunked else 2)
-        calls = [("reduce_scatter", wide), *gathers]
-    calls += [("all_gather", 2 * row.tp * one)] if chunked else [("all_reduce", one), ("all_reduce", 2 * one)]
-    chunks = int(np.ceil(tokens / activations.loss_chunk(job, row))[0]) if chunked else 1
+    tokens = row.tokens(job.seq)
+    chunks = int(np.ceil(tokens / activations.loss_chunk(job, row))[0])
+    wide = compute_bytes(job) * tokens * job.model.hidden
+    calls: list[tuple[Op, Array]] = [("all_gather", 2 * FP32 * row.tp * tokens)]
+    calls += [("all_gather", wide), ("reduce_scatter", wide)] if stage.layout.sequence_parallel else [("all_reduce", wide)]
     for collective, size in calls:
         yield transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor), stage.layout.gas * chunks
 

@@ -225,7 +225,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }
-    # Where backward is split, a loss that comes with its gradients is not used: plain operators are.
+    # Where a loss that comes with its gradients is not used, plain operators are.
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
     saved, peak = by_loss[loss]
     backward = norm + b * logits + b * tokens * job.model.hidden if loss == "log-softmax" else np.zeros(len(columns))
