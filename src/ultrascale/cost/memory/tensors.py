@@ -520,40 +520,41 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
 
 
 def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
-    """While deferred weight gradients are computed, from the last layer to the first.
+    """While deferred weight gradients are computed, from the last layer to the first; of layers without experts.
 
-    In fused blocks: fresh gradients stay until all of the chunk are there, unless they are added to others of the same format;
-    operands are freed with those of their GEMM, cut by tp with those of the MLP.
+    Fresh gradients stay until all of the chunk are there, unless they are added to others of the same format. Operands are
+    freed with those of their GEMM; of the MLP of a fused block that tp cuts together, with two gathers at once.
     """
     base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
-    fused = uses_fused_blocks(job, columns) & columns.split_backward
-    if not fused.any():
+    if job.model.moe is not None or not columns.split_backward.any():
         return base
     layer = chunk.layers[0].saved
-    wide, gathered, matrix = layer.modules["mlp activation"], chunk.gathered_sequence, chunk.mlp_weight_gradient[False]
+    wide, gathered, up = layer.modules["mlp activation"], chunk.gathered_sequence, 1 + job.model.gated
+    matrix = chunk.mlp_weight_gradient[False]
+    fused = uses_fused_blocks(job, columns)
+    outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
+    down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + layer.modules["attention output"]
     weights = compute_bytes(job) * states.per_layer(job.model, columns).dense
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
-    # Where tp cuts blocks, two gathers are live at once; elsewhere down's operands are freed before the next matrices.
-    down = np.where(gathered > 0, -2 * gathered, chunk.residual + wide)
-    mlp = 3 * (wide + chunk.residual) + layer.modules["attention output"]
+    together = fused & (gathered > 0)
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
+    held = (chunk.saved_layers + chunk.deferred_when_done(chunk.share.layers)) / np.maximum(1, chunk.share.layers)
     found = base
     for done in (0, chunk.share.layers - 1):
         for activations, kept, fresh in (
-            (2 * gathered, 0.0, matrix),
-            (-down, matrix, 2 * matrix),
-            (gathered - mlp, 3 * matrix, weights - 3 * matrix),
+            (np.where(fused, 2 * gathered, 0.0), 0.0, matrix),
+            (np.where(together, 2 * gathered, gathered - down), matrix, up * matrix),
+            (gathered - mlp, (1 + up) * matrix, weights - (1 + up) * matrix),
         ):
             buffers = ends + fresh + np.where(keeps, done * weights + kept, 0.0)
-            point = replace(
-                base, activations=base.activations + activations - done * layer.whole, buffers=base.buffers + buffers
-            )
-            found = where(fused & (point.total > found.total), point, found)
+            point = replace(base, activations=base.activations + activations - done * held, buffers=base.buffers + buffers)
+            found = where(point.total > found.total, point, found)
     # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
-    cast = np.where(chunk.reduce_scatters, gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix, 0.0)
-    freed = base.activations - chunk.saved - chunk.deferred
-    point = replace(base, activations=freed, buffers=base.buffers + cast)
-    return where(fused & (gradient_bytes(job) > compute_bytes(job)) & (point.total > found.total), point, found)
+    cast = gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
+    point = replace(base, activations=base.activations - chunk.saved - chunk.deferred, buffers=base.buffers + cast)
+    there = chunk.reduce_scatters & (gradient_bytes(job) > compute_bytes(job))
+    found = where(there & (point.total > found.total), point, found)
+    return where(columns.split_backward, found, base)
 
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
