@@ -234,7 +234,7 @@ def chunked_loss(job: Job, columns: LayoutColumns) -> Array:
 
 def loss_chunk(job: Job, columns: LayoutColumns) -> Array:
     """Tokens of a chunk: as many logits on every rank, however the vocabulary is cut."""
-    return np.minimum(columns.tokens(job.seq), LOSS_CHUNK * columns.tp)
+    return np.asarray(np.minimum(columns.tokens(job.seq), LOSS_CHUNK * columns.tp))
 
 
 def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivations:
