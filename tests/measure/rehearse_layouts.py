@@ -132,7 +132,7 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"pp": 2, "cp": 2, "dp": 2, "gas": 6, "zero": 2, "schedule": "v-half", **TWO}),
     ("gqa", {"pp": 2, "cp": 2, "dp": 2, "gas": 6, "zero": 2, "schedule": "dualpipe-v", **TWO}),
     ("gqa", {"pp": 2, "cp": 2, "gas": 4, "schedule": "zero-bubble"}),
-    ("gqa", {"pp": 2, "tp": 8, "gas": 4, "schedule": "zero-bubble"}),
+    ("gqa", {"pp": 2, "tp": 8, "dp": 2, "gas": 4, "zero": 2, "schedule": "zero-bubble"}),
     ("gqa", {"pp": 2, "tp": 8, "dp": 2, "gas": 6, "zero": 2, "schedule": "zb-v", **TWO}),
     ("deep", {"pp": 4, "tp": 2, "dp": 2, "gas": 8, "zero": 3, "schedule": "zero-bubble"}),
     ("gqa", {"pp": 2, "tp": 2, "gas": 4}),

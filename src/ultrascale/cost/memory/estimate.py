@@ -89,16 +89,18 @@ class PeakParts:
         return np.asarray(self.state.parameters + self.state.master + self.state.optimizer)
 
     @cached_property
-    def _on_top(self) -> tuple[Array, Array]:
-        """The fuller of layer and loss with the allocator's slack; the same where backward is split."""
+    def _on_top(self) -> tuple[Array, Array, Array]:
+        """With the allocator's slack: the backward of a layer; the fuller of the passes of a split one; the loss."""
         slack = 1 + self.slack
         points = self.layer, self.split_layer, self.weight_grads, self.loss
         layer, split, weight_grads, loss = (slack * one.temporary + one.gradients for one in points)
-        return np.maximum(layer, loss), np.maximum(np.maximum(split, weight_grads), loss)
+        return layer, np.maximum(split, weight_grads), loss
 
     def total(self, job: Job, waiting: InFlightMicrobatches) -> Array:
-        whole, split = self._on_top
-        on_top = np.where(waiting.deferred > 0, split, whole)
+        whole, split, loss = self._on_top
+        # At the loss a split backward has recomputed nothing yet.
+        before = (1 + self.slack) * waiting.one * self.dropped * job.framework.exact_memory_trace
+        on_top = np.where(waiting.deferred > 0, np.maximum(split, loss - before), np.maximum(whole, loss))
         persistent = self._persistent + job.cluster.efficiency.context_gib * GIB
         others = (1 / waiting.one - 1) * self.other_chunk
         return np.asarray(persistent + (1 + self.slack) * (self.live(waiting) + others) + on_top)
