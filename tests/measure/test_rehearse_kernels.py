@@ -27,7 +27,7 @@ MEASURED = {"first": CALIBRATION / "h200_first.jsonl", "then": CALIBRATION / "h2
 NOT_TENSORS_GIB = 0.2  # cuBLAS's workspaces and what the allocator rounds up: no tensors
 FAST = (
     "first-smollm2-360m-s2048-m2-g1-none",
-    "first-llama-3.2-1b-s4096-m4-g1-selective",
+    "first-llama-3.2-1b-s4096-m4-g1-none",
     "first-smollm2-1.7b-s2048-m4-g4-none",
 )
 
