@@ -59,6 +59,11 @@ class LayoutColumns:
     def from_mapping(cls, columns: Mapping[str, Any]) -> LayoutColumns:
         return cls(**{name: np.asarray(columns[name], dtype=np.int64) for name in NAMES})
 
+    @classmethod
+    def joined(cls, parts: Sequence[LayoutColumns]) -> LayoutColumns:
+        """The rows of one table after those of another."""
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES})
+
     def __len__(self) -> int:
         return len(self.dp)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ultrascale.cost.columns import NAMES, Array, LayoutColumns, encode
+from ultrascale.cost.columns import Array, LayoutColumns, encode
 from ultrascale.cost.table import Table
 from ultrascale.schedules import DEFAULT_SCHEDULE
 from ultrascale.specs.layout import Layout
@@ -44,12 +44,18 @@ class AlternativeLayouts:
         self._step_s.append(cells.step_s[core, variant][kept])
         self._peak_bytes.append(peak[kept])
 
+    def merge(self, other: AlternativeLayouts) -> None:
+        """Add those of another search."""
+        self._rows += other._rows
+        self._step_s += other._step_s
+        self._peak_bytes += other._peak_bytes
+        self.fastest_s = min(self.fastest_s, other.fastest_s)
+
     def candidates(self) -> dict[str, list[Layout]]:
         """Of each kind a few, best first by closed forms; a kind that no layout has is left out."""
         if not self._rows:
             return {}
-        columns = {name: np.concatenate([getattr(part, name) for part in self._rows]) for name in NAMES}
-        rows = LayoutColumns.from_mapping(columns)
+        rows = LayoutColumns.joined(self._rows)
         step_s, peak = np.concatenate(self._step_s), np.concatenate(self._peak_bytes)
         slower = step_s / self.fastest_s
         kinds = {
