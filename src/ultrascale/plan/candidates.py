@@ -441,6 +441,11 @@ def rank_in_processes(
     return RankedLayouts(job, rows, scores[best].tolist(), *counts, alternatives)
 
 
+def ready() -> bool:
+    """Answered by a process once it has imported what a search needs."""
+    return True
+
+
 def _least(score: Array, most: int) -> tuple[Array, Array]:
     """Cores and variants with the least finite scores, in the order of the table; more than `most` where the last are equal."""
     variant, core = np.nonzero(np.isfinite(score.T))
