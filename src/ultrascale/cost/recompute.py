@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from ultrascale.cost import engines
@@ -12,7 +13,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, Recompute
 
 AUTO = "auto"  # in place of a policy: the fastest that fits
-TRIED = 3  # numbers of layers, from the one that a straight line gives
+ROUNDS = 4  # until the fewest layers are found, or few more than them
 
 
 def fastest_recompute(job: Job, layout: Layout) -> Layout:
@@ -26,24 +27,38 @@ def fastest_recompute(job: Job, layout: Layout) -> Layout:
     return min(add_times(fewest_recomputed(fitting, limit_gib)), key=lambda one: one.step_time_s).view.layout
 
 
-def fewest_recomputed(drafts: Sequence[MemoryDraft], limit_gib: float) -> list[MemoryDraft]:
-    """The same, each with the fewest recomputed layers that fit.
+@dataclass
+class _Bracket:
+    """A layout that does not fit with `low` recomputed layers in each stage, and fits with `high`."""
 
-    A peak is nearly linear in their number: the fewest are near where the line from none to all meets the limit.
-    """
+    fits: MemoryDraft
+    high: int
+    low: int
+    low_gib: float
+
+    def next(self, limit_gib: float) -> int:
+        """Where the line between both meets the limit."""
+        share = (self.low_gib - limit_gib) / max(self.low_gib - self.fits.peak_gib, 1e-9)
+        return min(max(self.low + math.ceil(share * (self.high - self.low)), self.low + 1), self.high - 1)
+
+
+def fewest_recomputed(drafts: Sequence[MemoryDraft], limit_gib: float) -> list[MemoryDraft]:
+    """The same, each with the fewest recomputed layers that fit: a peak falls with their number, nearly on straight lines."""
     some = [one for one in drafts if _may_recompute_less(one.view.job, one.view.layout)]
-    without = _changed([(one, {"recompute": "none"}) for one in some])
-    tried: list[tuple[MemoryDraft, dict[str, Any]]] = []
-    for one, none in zip(some, without, strict=True):
+    brackets: dict[int, _Bracket] = {}
+    for one, none in zip(some, _changed([(one, {"recompute": "none"}) for one in some]), strict=True):
         layers = -(-one.view.job.model.layers // (one.view.layout.pp * one.view.layout.virtual_stages))
-        on_line = (none.peak_gib - limit_gib) / max(none.peak_gib - one.peak_gib, 1e-9) * layers
-        first = max(1, math.ceil(min(on_line, layers)))
-        tried += [(one, {"recompute_layers": count}) for count in range(first, min(first + TRIED, layers))]
-    fewer: dict[int, MemoryDraft] = {}
-    for (one, _), found in zip(tried, _changed(tried), strict=True):
-        if found.peak_gib <= limit_gib:
-            fewer.setdefault(id(one), found)
-    return [fewer.get(id(one), one) for one in drafts]
+        brackets[id(one)] = _Bracket(one, layers, 0, none.peak_gib)
+    for _ in range(ROUNDS):
+        wide = [bracket for bracket in brackets.values() if bracket.high - bracket.low > 1]
+        counts = [bracket.next(limit_gib) for bracket in wide]
+        changes = [(bracket.fits, {"recompute_layers": count}) for bracket, count in zip(wide, counts, strict=True)]
+        for bracket, count, found in zip(wide, counts, _changed(changes), strict=True):
+            if found.peak_gib <= limit_gib:
+                bracket.fits, bracket.high = found, count
+            else:
+                bracket.low, bracket.low_gib = count, found.peak_gib
+    return [brackets[id(one)].fits if id(one) in brackets else one for one in drafts]
 
 
 def _may_recompute_less(job: Job, layout: Layout) -> bool:
