@@ -51,10 +51,13 @@ MODELS = {
     ),
 }
 TWO = {"virtual_stages": 2}
+INTERLEAVED = {"schedule": "interleaved", **TWO}
 FAST: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"gas": 3}),
     ("gqa", {"dp": 2}),
     ("gqa", {"recompute": "full", "gas": 4}),
+    ("gqa", {"recompute": "full", "recompute_layers": 1, "gas": 2}),
+    ("gqa", {"tp": 2, "recompute": "selective", "recompute_layers": 2}),
     ("gqa", {"dp": 4, "zero": 1, "gas": 2}),
     ("gqa", {"dp": 2, "zero": 2, "gas": 4}),
     ("gqa", {"dp": 4, "zero": 3, "gas": 2}),
@@ -250,6 +253,15 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("tied-words", {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "sequence_parallel": False}),
     ("tied-words", {"tp": 4, "pp": 2, "dp": 2, "zero": 2, "gas": 4}),
     ("alike", {"pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"}),
+    ("gqa", {"cp": 2, "recompute": "full", "recompute_layers": 2, "gas": 2}),
+    ("gqa", {"dp": 2, "zero": 1, "recompute": "full", "recompute_layers": 3, "gas": 2}),
+    ("gqa", {"tp": 2, "dp": 2, "zero": 3, "recompute": "selective", "recompute_layers": 1, "gas": 2}),
+    (
+        "deep",
+        {"pp": 2, "dp": 2, "zero": 2, "gas": 8, "recompute": "full", "recompute_layers": 2, "schedule": "interleaved", **TWO},
+    ),
+    ("gqa", {"pp": 2, "tp": 2, "gas": 4, "recompute": "selective", "recompute_layers": 1, "schedule": "zero-bubble"}),
+    ("alike", {"dp": 2, "zero": 3, "recompute": "full", "recompute_layers": 2}),
 ]
 
 # How far the estimate may be off: states and what is sent not at all.
