@@ -156,8 +156,8 @@ class Planner:
             page.call_soon_threadsafe(self.show_progress, mine, sentence)
 
         try:
-            options |= {"progress": go_on, "preview": preview, "rank_layouts": self.rank_layouts}
-            found = await run.io_bound(search, job, top=SHOWN, explain=False, **options)
+            here: dict[str, Any] = {"progress": go_on, "preview": preview, "rank_layouts": self.rank_layouts}
+            found = await run.io_bound(search, job, top=SHOWN, explain=False, **here, **options)
         except SupersededError:
             return
         if mine != self.requested or found is None or self.frame.closed:
