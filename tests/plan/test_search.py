@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -14,7 +12,7 @@ from ultrascale.cost.estimate import MIN_FIT, DraftEstimate, drafts, estimate, m
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
 from ultrascale.cost.table import SearchTable
-from ultrascale.plan.candidates import LayoutConstraints, cores, rank, rank_in_processes
+from ultrascale.plan.candidates import LayoutConstraints, cores, rank
 from ultrascale.plan.search import LayoutPreview, plan
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.cluster import Cluster
@@ -270,14 +268,3 @@ def test_engines_that_recompute_all_layers_or_none_are_offered_that() -> None:
     job = OWN_JOB.changed(framework=Framework.load("torchtitan"))
     found = plan(job, fix=["recompute=full"], explain=False, top=3).plans
     assert {one.layout.recompute_layers for one in found} == {None}
-
-
-@pytest.mark.parametrize("fix", [(), ("pp=2",), ("tp=8",)])
-def test_several_processes_rank_as_one_does(fix: tuple[str, ...]) -> None:
-    job = make_job("llama-3-8b", "16xh100", 8192, 64)
-    with ThreadPoolExecutor(3) as executor:  # pickles nothing, but is as parallel
-        several = plan(job, fix=fix, top=5, rank_layouts=partial(rank_in_processes, executor, 3))
-    one = plan(job, fix=fix, top=5)
-    assert [found.layout for found in several.plans] == [found.layout for found in one.plans]
-    assert several.evaluated == one.evaluated
-    assert [found.plan.layout for found in several.alternatives] == [found.plan.layout for found in one.alternatives]

@@ -44,13 +44,6 @@ class AlternativeLayouts:
         self._step_s.append(cells.step_s[core, variant][kept])
         self._peak_bytes.append(peak[kept])
 
-    def merge(self, other: AlternativeLayouts) -> None:
-        """Add those of another search."""
-        self._rows += other._rows
-        self._step_s += other._step_s
-        self._peak_bytes += other._peak_bytes
-        self.fastest_s = min(self.fastest_s, other.fastest_s)
-
     def candidates(self) -> dict[str, list[Layout]]:
         """Of each kind a few, best first by closed forms; a kind that no layout has is left out."""
         if not self._rows:

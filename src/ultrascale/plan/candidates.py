@@ -8,8 +8,7 @@ fits without). Tests hold the claims about bytes, memory and time to the cost mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -408,42 +407,6 @@ def rank(
     found = LayoutColumns.joined(rows).take(best)
     weight = job.cluster.gpus if objective == "cost" else 1.0
     return RankedLayouts(job, found, (weight * scores[best]).tolist(), legal, fitting, alternatives)
-
-
-RankLayouts = Callable[..., RankedLayouts]
-"""`rank`, or one that takes the same arguments"""
-
-
-def rank_in_processes(
-    executor: Executor,
-    processes: int,
-    job: Job,
-    constraints: LayoutConstraints,
-    objective: Objective,
-    keep: int,
-    *options: Any,
-) -> RankedLayouts:
-    """`rank`, with the pipeline degrees spread over processes."""
-    degrees = constraints.among("pp", divisors(job.cluster.gpus))
-    futures = []
-    for number in range(min(processes, len(degrees))):
-        others = tuple(degree for position, degree in enumerate(degrees) if position % processes != number)
-        forbidden = {**constraints.forbidden, "pp": (*constraints.forbidden.get("pp", ()), *others)}
-        futures.append(executor.submit(rank, job, replace(constraints, forbidden=forbidden), objective, keep, *options))
-    found = [future.result() for future in futures]
-    scores = np.concatenate([np.zeros(0), *(one.score for one in found)])
-    best = np.argsort(scores, kind="stable")[:keep]
-    rows = LayoutColumns.joined([one.rows for one in found]).take(best)
-    alternatives = AlternativeLayouts()
-    for one in found:
-        alternatives.merge(one.alternatives)
-    counts = sum(one.evaluated for one in found), sum(one.fitting for one in found)
-    return RankedLayouts(job, rows, scores[best].tolist(), *counts, alternatives)
-
-
-def ready() -> bool:
-    """Answered by a process once it has imported what a search needs."""
-    return True
 
 
 def _least(score: Array, most: int) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ from ultrascale.cost.estimate import (
 from ultrascale.cost.legality import check
 from ultrascale.cost.recompute import fewest_recomputed
 from ultrascale.plan import advice, alternatives, reasons
-from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, RankLayouts, rank, why_empty
+from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -90,14 +90,13 @@ def plan(
     explain: bool = True,
     progress: Callable[[str], None] | None = None,
     preview: Callable[[list[LayoutPreview]], None] | None = None,
-    rank_layouts: RankLayouts = rank,
 ) -> Result:
     """Rank every legal layout of the job. `fix` and `forbid` are texts such as `tp=8`, `cp`, `recompute=full`.
 
     `throughput`: fastest step. `memory`: least peak. `cost`: fewest GPU-seconds per token, on this cluster or on a part of it.
     A layout must fit with the probability `min_fit`, by the errors of measured runs, and leave `min_free_gib`; if none does,
     those that fit as predicted are ranked. `preview` is shown the first `top` by closed forms, before the best are simulated,
-    where the fastest are asked for. `rank_layouts`: how those are found, in this process unless another is given.
+    where the fastest are asked for.
     """
     if objective not in OBJECTIVES:
         raise SpecError(f"objective is '{objective}': {nearest(str(objective), OBJECTIVES)} (one of {', '.join(OBJECTIVES)})")
@@ -112,13 +111,13 @@ def plan(
     jobs = advice.smaller_clusters(job) if objective == "cost" else [job]
     limit_gib = memory_limit_gib(job, min_fit, min_free_gib)
     with_alternatives = explain and objective == "throughput"
-    ranked = _ranked(rank_layouts, jobs, constraints, objective, top, limit_gib, with_alternatives, say)
+    ranked = _ranked(jobs, constraints, objective, top, limit_gib, with_alternatives, say)
     evaluated, fitting = sum(r.evaluated for r in ranked), sum(r.fitting for r in ranked)
     if not evaluated:
         raise SpecError(why_empty(job, constraints))
     if not fitting:
         limit_gib = job.cluster.gpu.memory_gib - min_free_gib
-        ranked = _ranked(rank_layouts, jobs, constraints, objective, top, limit_gib, with_alternatives, say)
+        ranked = _ranked(jobs, constraints, objective, top, limit_gib, with_alternatives, say)
         fitting = sum(r.fitting for r in ranked)
         if fitting:
             notes.append(f"no layout fits with a probability of {min_fit:.0%} or more: these may run out of memory")
@@ -213,7 +212,6 @@ def explained(
 
 
 def _ranked(
-    rank_layouts: RankLayouts,
     jobs: Sequence[Job],
     constraints: LayoutConstraints,
     objective: Objective,
@@ -226,7 +224,7 @@ def _ranked(
     for job in jobs:
         say(f"searching {job.cluster.label}")
         keep = max(4 * top, KEPT_AT_LEAST)
-        found.append(rank_layouts(job, constraints, objective, keep, limit_gib * GIB, with_alternatives))
+        found.append(rank(job, constraints, objective, keep, limit_gib * GIB, with_alternatives))
     return found
 
 

@@ -20,7 +20,7 @@ from ultrascale.export import targets
 from ultrascale.export.common import File
 from ultrascale.figures import plan as plan_figures
 from ultrascale.figures import search as search_figures
-from ultrascale.plan.candidates import OBJECTIVES, RankLayouts, rank
+from ultrascale.plan.candidates import OBJECTIVES
 from ultrascale.plan.search import LayoutPreview, Result, explained
 from ultrascale.plan.search import plan as search
 from ultrascale.report.of_plan import plan_page, verdict
@@ -56,8 +56,8 @@ class SupersededError(Exception):
 
 
 class Planner:
-    def __init__(self, ask: PlannerQuery, rank_layouts: RankLayouts = rank) -> None:
-        self.frame, self.rank_layouts = Frame("/", ask), rank_layouts
+    def __init__(self, ask: PlannerQuery) -> None:
+        self.frame = Frame("/", ask)
         self.requested = self.answered = 0
         self.result: Result | None = None
         self.plan: Plan | None = None
@@ -156,8 +156,7 @@ class Planner:
             page.call_soon_threadsafe(self.show_progress, mine, sentence)
 
         try:
-            here: dict[str, Any] = {"progress": go_on, "preview": preview, "rank_layouts": self.rank_layouts}
-            found = await run.io_bound(search, job, top=SHOWN, explain=False, **here, **options)
+            found = await run.io_bound(search, job, top=SHOWN, explain=False, progress=go_on, preview=preview, **options)
         except SupersededError:
             return
         if mine != self.requested or found is None or self.frame.closed:

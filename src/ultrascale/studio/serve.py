@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import os
 import socket
 import sys
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ultrascale.plan import candidates
 from ultrascale.specs.errors import SpecError
 
 HOST = "127.0.0.1"
 PORT = 8765
-MAX_SEARCH_PROCESSES = 4
 
 
 def serve(folder: Path, accuracy: Path | None = None, port: int = PORT, show: bool = True) -> None:
@@ -61,35 +55,6 @@ async def _warm_up() -> None:
     await run.io_bound(accuracy, [])
 
 
-class SearchProcesses:
-    """Processes that rank layouts, one per core up to `MAX_SEARCH_PROCESSES`; the server does it until they have started."""
-
-    def __init__(self) -> None:
-        self.count = min(MAX_SEARCH_PROCESSES, os.cpu_count() or 1)
-        self.executor: ProcessPoolExecutor | None = None
-
-    async def start(self) -> None:
-        """Import what a search needs, in each of them."""
-        if self.count == 1:
-            return
-        executor = ProcessPoolExecutor(self.count, get_context("spawn"))
-        await asyncio.wait([asyncio.wrap_future(executor.submit(candidates.ready)) for _ in range(self.count)])
-        self.executor = executor
-
-    def stop(self) -> None:
-        if self.executor is not None:
-            self.executor.shutdown(wait=False, cancel_futures=True)
-
-    def rank(self, *arguments: Any) -> candidates.RankedLayouts:
-        if self.executor is None:
-            return candidates.rank(*arguments)
-        try:
-            return candidates.rank_in_processes(self.executor, self.count, *arguments)
-        except BrokenExecutor:  # a process was killed
-            self.executor = None
-            return candidates.rank(*arguments)
-
-
 def origins(port: int) -> list[str]:
     """What browsers send as the origin of the studio's own pages: every spelling of the loopback address."""
     return [f"http://{host}:{port}" for host in (HOST, "localhost", "[::1]")]
@@ -107,12 +72,10 @@ def pages(folder: Path, accuracy: Path | None) -> None:
     from ultrascale.studio.runs import Runs
     from ultrascale.studio.schedules import Schedules
 
-    scores, processes = PublishedScores(accuracy), SearchProcesses()
+    scores = PublishedScores(accuracy)
     app.on_startup(scores.start)
-    app.on_startup(processes.start)
-    app.on_shutdown(processes.stop)
     built: dict[str, Callable[[PlannerQuery, dict[str, str]], Any]] = {
-        "/": lambda ask, query: Planner(ask, processes.rank),
+        "/": lambda ask, query: Planner(ask),
         "/explore": lambda ask, query: Explore(ask),
         "/schedules": Schedules,
         "/runs": lambda ask, query: Runs(ask, query, folder),
