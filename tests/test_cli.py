@@ -179,7 +179,7 @@ def test_explain_shows_memory_time_traffic_reasons_and_neighbours(run: Run, plan
         "One step away, and why not",
         "Notes and assumptions",
     ):
-        assert title in out
+        assert title in " ".join(out.split())  # a narrow table breaks its title
     assert max(map(len, out.splitlines())) <= 150
     assert "…" not in out
     assert "note: this file says" not in out

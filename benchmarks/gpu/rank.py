@@ -32,6 +32,7 @@ from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.launch import local
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
+from ultrascale.schedules import REGISTRY
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
@@ -257,22 +258,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, where its states do not fit one GPU")
-    for axis in ("tp", "dp", "cp"):
+    for axis in ("tp", "dp", "cp", "pp"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--mbs", type=int, help="sequences in a micro-batch; default that of step.py, or 2")
     parser.add_argument("--gas", type=int, default=1)
     parser.add_argument("--seq", type=int, help="default 8192; 4096 for the models of step.py")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline; zb-v, dualpipe-v and the like with two stages")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--recompute-layers", type=int, help="ours: of each stage, its first layers that recompute")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--beside", choices=("torchtitan",))
     options = parser.parse_args()
     if options.beside and importlib.util.find_spec("torchtitan") is None:
         sys.exit("torchtitan is not installed: try `pip install torchtitan==0.2.2`, or leave --beside out")
+    if options.beside and options.pp > 1:
+        sys.exit("torchtitan's pipeline needs its other ranks: leave --pp or --beside out")
     layout = Layout(
-        tp=options.tp, dp=options.dp, cp=options.cp, zero=options.zero if options.dp * options.cp > 1 else 0,
-        mbs=options.mbs or MBS.get(options.model, 2), gas=options.gas, recompute=options.recompute,
+        tp=options.tp, dp=options.dp, cp=options.cp, pp=options.pp, zero=options.zero if options.dp * options.cp > 1 else 0,
+        mbs=options.mbs or MBS.get(options.model, 2), gas=options.gas, schedule=options.schedule,
+        virtual_stages=REGISTRY[options.schedule].least_stages, recompute=options.recompute,
+        recompute_layers=options.recompute_layers,
     )  # fmt: skip
     layers = options.layers or MODELS[options.model].layers
     seq = options.seq or (SEQ if options.model in MBS else 8192)

@@ -68,9 +68,11 @@ def machine_of(job: Job) -> ClusterRates:
 
 
 def test_only_fused_blocks_join_qkv_matmuls() -> None:
-    """Recomputed in full, the engine runs the plain model, where q, k and v are matmuls of their own: narrow, and slower."""
+    """Recomputed in full with a split backward, the engine runs the plain model, where q, k and v are matmuls of their own:
+    narrow, and slower.
+    """
     job = job_of("smollm2-135m", 1024, 4, boost=1.0)
-    rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, recompute="full")])
+    rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, pp=2, schedule="zero-bubble", recompute="full")])
     matmuls = operators.layer_matmuls(job, rows, moe=False)
     run = operators.engine_matmuls(job, rows, matmuls)
     flops = sum(matmul.flops for matmul in run)

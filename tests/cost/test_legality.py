@@ -114,6 +114,22 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
         "zero is 1",
         ({"data_parallel": "bucketed"},),
     ),
+    "recomputed layers of nothing": (
+        14,
+        make_job(),
+        Layout(dp=8, gas=8, recompute_layers=4),
+        "recompute_layers",
+        "4",
+        ({"recompute": "full"},),
+    ),
+    "more recomputed layers than a stage has": (
+        14,
+        make_job(),
+        Layout(pp=8, gas=64, recompute="full", recompute_layers=5),
+        "recompute_layers",
+        "5",
+        ({"recompute_layers": 4},),
+    ),
 }
 
 

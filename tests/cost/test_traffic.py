@@ -45,6 +45,22 @@ def test_small_sums_of_tensor_parallelism() -> None:
     assert {one.group for one in found} == {16, 2}
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_chunked_loss_gathers_two_numbers_per_token_and_rank(sequence_parallel: bool) -> None:
+    """Llama-3-8B, tp 2, 3 micro-batches of 16,384 tokens: chunks of 2·4096, each gathered and scattered once."""
+    layout = Layout(tp=2, pp=2, gas=3, mbs=2, sequence_parallel=sequence_parallel)
+    with_head, plain = (
+        sent("llama-3-8b", 8192, layout, 1, framework=Framework.load("ultrascale").model_copy(update={"loss": loss}))
+        for loss in ("at-once", "log-softmax")
+    )
+    tokens, hidden = 3 * 16_384, 2 * 4096  # in bytes of bf16
+    extra = {one: bytes_of(with_head, "tensor", one) - bytes_of(plain, "tensor", one) for one in ("all_gather", "all_reduce")}
+    gathered = tokens * (2 * 2 * 4 - (hidden if sequence_parallel else 0)) / 2  # half of it from the other rank
+    assert extra == {"all_gather": gathered, "all_reduce": -tokens * 3 * 4}
+    calls = [calls_of(one, "tensor", "all_gather") for one in (with_head, plain)]
+    assert calls[0] - calls[1] == 3 * 2  # two chunks' numbers; and hidden states in two parts instead of twice
+
+
 def test_without_sequence_parallelism_only_head_norms_and_routers_are_reduced() -> None:
     """Qwen3-30B-A3B, tp 4: norms of queries and keys (2·128) and the router (128·2048) of 48 layers, 4 bytes each."""
     found = sent("qwen3-30b-a3b", 4096, Layout(tp=4, sequence_parallel=False))

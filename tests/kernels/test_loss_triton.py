@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ultrascale.kernels import loss
 from ultrascale.model.transformer import IGNORE_INDEX
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
@@ -37,6 +38,25 @@ def test_loss_and_gradient(vocab: int, kernel: ModuleType) -> None:
     kernel.loss_and_gradient_(logits, targets, losses)
     torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits, reference.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [6, 64 * 3, 150 * 3])
+def test_statistics_and_gradient_of_a_cut_vocabulary(vocab: int, kernel: ModuleType) -> None:
+    """Three parts; targets in each of them, and one that is ignored."""
+    logits = (torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
+    targets = torch.tensor([0, vocab - 1, IGNORE_INDEX, vocab // 2], device=DEVICE)
+    parts, width = [part.contiguous() for part in logits.chunk(3, dim=1)], vocab // 3
+    plain = [loss.shard_statistics(part.cpu(), targets.cpu(), first * width) for first, part in enumerate(parts)]
+    found = [kernel.shard_statistics(part, targets, first * width) for first, part in enumerate(parts)]
+    reference = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(reference, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    wanted.sum().backward()
+    for first, part in enumerate(parts):
+        torch.testing.assert_close(found[first].cpu(), plain[first], rtol=1e-6, atol=1e-6)
+        losses = torch.empty(4, device=DEVICE)
+        kernel.shard_gradient_(part, targets, first * width, torch.stack(found), losses)
+        torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(part, reference.grad.chunk(3, dim=1)[first], rtol=1e-6, atol=1e-6)  # type: ignore[union-attr]
 
 
 def test_scaled(kernel: ModuleType) -> None:

@@ -26,14 +26,14 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
     [
         ({"gas": 2}, "single_microbatch"),
         ({"dp": 2}, "single_microbatch cuda_graphs"),
-        ({"tp": 2}, "compiled loss single_microbatch cuda_graphs"),
-        ({"tp": 2, "sequence_parallel": False}, "fused compiled loss single_microbatch cuda_graphs"),
-        ({"tp": 2, "recompute": "full"}, "fused compiled loss single_microbatch cuda_graphs"),
+        ({"tp": 2}, "compiled single_microbatch cuda_graphs"),
+        ({"tp": 2, "sequence_parallel": False}, "fused compiled single_microbatch cuda_graphs"),
+        ({"tp": 2, "recompute": "full"}, "compiled single_microbatch cuda_graphs"),
         ({"cp": 2}, "compiled single_microbatch cuda_graphs"),
-        ({"cp": 2, "tp": 2, "recompute": "selective"}, "compiled loss single_microbatch cuda_graphs"),
+        ({"cp": 2, "tp": 2, "recompute": "selective"}, "compiled single_microbatch cuda_graphs"),
         ({"pp": 2, "gas": 2}, "single_microbatch cuda_graphs"),
-        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "fused compiled loss single_microbatch cuda_graphs"),
-        ({"recompute": "full"}, "fused"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "compiled loss single_microbatch cuda_graphs"),
+        ({"recompute": "full"}, ""),
         ({"recompute": "selective"}, ""),
         ({"offload": "optimizer"}, "adamw single_microbatch cuda_graphs"),
     ],
@@ -44,8 +44,18 @@ def test_a_layout_decides(fields: dict[str, Any], off: str) -> None:
     assert {name for name, used in vars(found).items() if not used} == set(off.split())
 
 
-def test_fp16_has_its_loss_whole() -> None:
-    assert not choose(job_of("llama", precision="fp16"), Layout(), training_of(), "cuda").loss
+@pytest.mark.parametrize(
+    ("precision", "tp", "keep", "chunked"),
+    [
+        ("fp16", 1, "ends", False),
+        ("fp16", 2, "ends", False),
+        ("fp8", 1, "none", True),
+        ("fp8", 2, "none", False),
+        ("fp8", 2, "head", True),
+    ],
+)
+def test_fp16_and_a_cut_fp8_head_have_their_loss_whole(precision: str, tp: int, keep: str, chunked: bool) -> None:
+    assert choose(job_of("llama", precision=precision), Layout(tp=tp), training_of(fp8_keep=keep), "cuda").loss == chunked
 
 
 @pytest.mark.parametrize(

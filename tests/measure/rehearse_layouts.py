@@ -43,12 +43,21 @@ MODELS = {
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
     ),
+    "words": Model(  # a vocabulary whose head and loss are the peak
+        name="words", layers=2, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256
+    ),
+    "tied-words": Model(
+        name="tied-words", layers=2, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256, tied_embeddings=True
+    ),
 }
 TWO = {"virtual_stages": 2}
+INTERLEAVED = {"schedule": "interleaved", **TWO}
 FAST: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"gas": 3}),
     ("gqa", {"dp": 2}),
     ("gqa", {"recompute": "full", "gas": 4}),
+    ("gqa", {"recompute": "full", "recompute_layers": 1, "gas": 2}),
+    ("gqa", {"tp": 2, "recompute": "selective", "recompute_layers": 2}),
     ("gqa", {"dp": 4, "zero": 1, "gas": 2}),
     ("gqa", {"dp": 2, "zero": 2, "gas": 4}),
     ("gqa", {"dp": 4, "zero": 3, "gas": 2}),
@@ -58,6 +67,7 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"cp": 2, "context_parallel": "ulysses"}),
     ("gqa", {"pp": 2, "gas": 16}),
     ("gqa", {"pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("gqa", {"pp": 2, "tp": 2, "gas": 6, "schedule": "v-half", **TWO}),
     ("gqa", {"pp": 2, "dp": 2, "gas": 4, "zero": 1}),
     ("dense", {"recompute": "selective"}),
     ("square", {"tp": 2, "recompute": "selective"}),
@@ -74,6 +84,10 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("alike", {"recompute": "selective"}),
     ("deep", {"pp": 2, "dp": 2, "gas": 2, "zero": 3, "recompute": "full", "schedule": "interleaved", "virtual_stages": 8}),
     ("deep", {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "recompute": "full", "schedule": "interleaved", "virtual_stages": 4}),
+    ("words", {"tp": 2, "mbs": 12}),  # a chunk and a half
+    ("words", {"tp": 4, "gas": 2, "sequence_parallel": False}),
+    ("tied-words", {"tp": 8, "mbs": 4}),
+    ("words", {"tp": 2, "dp": 2, "gas": 2, "zero": 3}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 SLOW: list[tuple[str, dict[str, Any]]] = [
@@ -116,6 +130,14 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"pp": 2, "gas": 4, "schedule": "interleaved", **TWO}),
     ("gqa", {"pp": 2, "gas": 4, "schedule": "zb-v", **TWO}),
     ("gqa", {"pp": 2, "gas": 6, "schedule": "dualpipe-v", **TWO}),
+    ("gqa", {"pp": 2, "gas": 6, "schedule": "v-half", **TWO}),
+    ("gqa", {"pp": 2, "gas": 6, "schedule": "v-min", **TWO}),
+    ("gqa", {"pp": 2, "cp": 2, "dp": 2, "gas": 6, "zero": 2, "schedule": "v-half", **TWO}),
+    ("gqa", {"pp": 2, "cp": 2, "dp": 2, "gas": 6, "zero": 2, "schedule": "dualpipe-v", **TWO}),
+    ("gqa", {"pp": 2, "cp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("gqa", {"pp": 2, "tp": 8, "dp": 2, "gas": 4, "zero": 2, "schedule": "zero-bubble"}),
+    ("gqa", {"pp": 2, "tp": 8, "dp": 2, "gas": 6, "zero": 2, "schedule": "zb-v", **TWO}),
+    ("deep", {"pp": 4, "tp": 2, "dp": 2, "gas": 8, "zero": 3, "schedule": "zero-bubble"}),
     ("gqa", {"pp": 2, "tp": 2, "gas": 4}),
     ("gqa", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("gqa", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"}),
@@ -218,7 +240,28 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("narrow", {"dp": 2, "zero": 2, "gas": 2, "recompute": "full"}),
     ("narrow", {"tp": 2, "gas": 2, "recompute": "full"}),
     ("alike", {"tp": 2, "gas": 2}),
+    ("words", {"gas": 2}),
+    ("words", {"tp": 2, "gas": 2, "mbs": 9, "sequence_parallel": False}),
+    ("words", {"tp": 2, "dp": 2, "gas": 2, "zero": 1}),
+    ("words", {"tp": 4, "dp": 2, "gas": 2, "zero": 2, "mbs": 4}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "mbs": 12}),
+    ("words", {"tp": 8, "pp": 2, "dp": 2, "gas": 4, "mbs": 8, "zero": 1, "sequence_parallel": False}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "mbs": 8, "schedule": "afab"}),
+    ("words", {"tp": 2, "cp": 2, "gas": 2, "mbs": 4}),
+    ("tied-words", {"tp": 2, "gas": 2}),
+    ("tied-words", {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "sequence_parallel": False}),
+    ("tied-words", {"tp": 4, "pp": 2, "dp": 2, "zero": 2, "gas": 4}),
     ("alike", {"pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"}),
+    ("gqa", {"cp": 2, "recompute": "full", "recompute_layers": 2, "gas": 2}),
+    ("gqa", {"dp": 2, "zero": 1, "recompute": "full", "recompute_layers": 3, "gas": 2}),
+    ("gqa", {"tp": 2, "dp": 2, "zero": 3, "recompute": "selective", "recompute_layers": 1, "gas": 2}),
+    (
+        "deep",
+        {"pp": 2, "dp": 2, "zero": 2, "gas": 8, "recompute": "full", "recompute_layers": 2, "schedule": "interleaved", **TWO},
+    ),
+    ("gqa", {"pp": 2, "tp": 2, "gas": 4, "recompute": "selective", "recompute_layers": 1, "schedule": "zero-bubble"}),
+    ("alike", {"dp": 2, "zero": 3, "recompute": "full", "recompute_layers": 2}),
 ]
 
 # How far the estimate may be off: states and what is sent not at all.

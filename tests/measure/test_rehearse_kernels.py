@@ -27,7 +27,7 @@ MEASURED = {"first": CALIBRATION / "h200_first.jsonl", "then": CALIBRATION / "h2
 NOT_TENSORS_GIB = 0.2  # cuBLAS's workspaces and what the allocator rounds up: no tensors
 FAST = (
     "first-smollm2-360m-s2048-m2-g1-none",
-    "first-llama-3.2-1b-s4096-m4-g1-selective",
+    "first-llama-3.2-1b-s4096-m4-g1-none",
     "first-smollm2-1.7b-s2048-m4-g4-none",
 )
 
@@ -45,6 +45,11 @@ TWINS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "gate": (fused, lambda: (numbers(N, 2 * F),)),
     "gate_backward": (fused, lambda: (numbers(N, F), numbers(N, 2 * F))),
     "loss_and_gradient": (loss, lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), torch.empty(N))),
+    "shard_statistics": (loss, lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), 0)),
+    "shard_gradient": (
+        loss,
+        lambda: (numbers(N, F), torch.zeros(N, dtype=torch.int64), 0, torch.zeros(2, 2, N), torch.empty(N)),
+    ),
     "scaled": (loss, lambda: (torch.randn(F, H), torch.ones(()), torch.bfloat16)),
     "rms_norm": (operators, lambda: (numbers(N, H), numbers(H), 1e-5)),
 }

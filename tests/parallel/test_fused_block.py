@@ -1,7 +1,8 @@
-"""Fused blocks cut by tp and cp against plain ones in one process: losses of three steps, all gradients."""
+"""Fused blocks cut by tp and cp, or with a split backward, against plain ones in one process: three losses, all gradients."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.harness import check, job_of
-from ultrascale.kernels import selection
+from ultrascale.kernels import deferred, selection
+from ultrascale.kernels.deferred import add_gradient
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Transformer
@@ -31,12 +33,29 @@ slow = pytest.mark.slow
         pytest.param({"tp": 4, "gas": 1, "mbs": 2, "recompute": "selective"}, marks=slow),
         pytest.param({"tp": 2, "dp": 2, "zero": 1, "gas": 2}, marks=slow),
         pytest.param({"tp": 2, "dp": 2, "gas": 2, "mbs": 2}, marks=slow),
+        {"tp": 2, "gas": 2, "recompute": "full"},
+        {"tp": 2, "pp": 2, "gas": 4, "recompute": "selective", "recompute_layers": 1, "schedule": "zero-bubble"},
+        {"dp": 2, "zero": 3, "gas": 2, "recompute": "full", "recompute_layers": 1},
+        {"dp": 2, "zero": 1, "gas": 2, "mbs": 2, "recompute": "selective", "recompute_layers": 2},
         {"cp": 2, "context_parallel": "zigzag", "gas": 2},
+        pytest.param({"cp": 2, "context_parallel": "ulysses", "tp": 2, "gas": 2, "recompute": "full"}, marks=slow),
+        pytest.param({"tp": 2, "dp": 2, "zero": 3, "gas": 2, "recompute": "selective"}, marks=slow),
         {"cp": 2, "context_parallel": "ulysses", "gas": 1, "mbs": 2},
         {"cp": 2, "context_parallel": "allgather", "dp": 2, "zero": 3, "gas": 2},
         pytest.param({"cp": 4, "context_parallel": "ring", "gas": 2, "recompute": "selective"}, marks=slow),
         pytest.param({"cp": 2, "context_parallel": "zigzag", "tp": 2, "gas": 2, "mbs": 2}, marks=slow),
         pytest.param({"cp": 2, "context_parallel": "allgather", "pp": 2, "gas": 4}, marks=slow),
+        {"pp": 2, "gas": 4, "schedule": "zero-bubble"},
+        {"pp": 2, "tp": 2, "gas": 4, "mbs": 2, "schedule": "zero-bubble"},
+        {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "schedule": "zb-v", "virtual_stages": 2},
+        pytest.param({"pp": 2, "gas": 6, "schedule": "dualpipe-v", "virtual_stages": 2, "recompute": "selective"}, marks=slow),
+        pytest.param({"pp": 2, "tp": 2, "gas": 4, "schedule": "zb-v", "virtual_stages": 2}, marks=slow),
+        pytest.param({"pp": 2, "tp": 2, "gas": 4, "schedule": "v-half", "virtual_stages": 2}, marks=slow),
+        pytest.param({"pp": 2, "gas": 4, "schedule": "v-min", "virtual_stages": 2}, marks=slow),
+        pytest.param({"pp": 2, "cp": 2, "context_parallel": "zigzag", "gas": 4, "schedule": "zero-bubble"}, marks=slow),
+        pytest.param({"pp": 2, "dp": 2, "gas": 4, "schedule": "zero-bubble"}, marks=slow),
+        pytest.param({"pp": 2, "dp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"}, marks=slow),
+        pytest.param({"pp": 2, "dp": 2, "gas": 4, "zero": 2, "schedule": "zero-bubble"}, marks=slow),
     ],
     ids=str,
 )
@@ -50,6 +69,21 @@ def test_the_fused_block_is_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_block.TensorParallelFusedBlock, "out_mlp", lambda self, x, *_: 2 * x)
     with pytest.raises(AssertionError):
         check("llama", tp=2, gas=1)
+
+
+@pytest.mark.parametrize("lost", range(7))
+def test_every_weight_gradient_of_a_split_backward_is_deferred(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the seven matrices of each layer; without any of them gradients differ from one process's."""
+    calls = itertools.count()
+
+    def add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if next(calls) % 7 != lost:
+            add_gradient(parameter, gradient)
+
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
+    monkeypatch.setattr(deferred, "add_gradient", add)
+    with pytest.raises(AssertionError):
+        check("llama", pp=2, gas=2, tp=1 + lost % 2, schedule="zero-bubble")
 
 
 class LoggedGemms(TorchDispatchMode):

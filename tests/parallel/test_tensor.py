@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallel.harness import check
+from ultrascale.kernels import selection
+from ultrascale.kernels.selection import Kernels
 from ultrascale.launch import local
 from ultrascale.model.transformer import IGNORE_INDEX, CrossEntropy
+from ultrascale.parallel import vocab_loss
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.tensor import VocabParallelCrossEntropy
+from ultrascale.parallel.vocab_loss import vocab_parallel_cross_entropy
 
 slow = pytest.mark.slow
 
@@ -112,3 +118,82 @@ def test_the_loss_of_cut_logits() -> None:
     for (found, gradient), wanted in zip(local.run(_loss, 3, timeout_s=60), logits.grad.chunk(3, dim=-1), strict=True):
         torch.testing.assert_close(found, loss.detach())
         torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("tied", {"tp": 2, "gas": 2, "mbs": 3}),
+        ("llama", {"tp": 2, "gas": 2, "mbs": 3, "sequence_parallel": False}),
+        ("llama", {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "mbs": 2}),
+        ("tied", {"tp": 2, "pp": 2, "gas": 4}),
+        pytest.param("tied", {"tp": 2, "gas": 2, "sequence_parallel": False}, marks=slow),
+        pytest.param("tied", {"tp": 4, "gas": 1, "mbs": 2}, marks=slow),
+        pytest.param("gpt2", {"tp": 4, "gas": 1, "mbs": 2, "sequence_parallel": False}, marks=slow),
+        pytest.param("tied", {"tp": 2, "dp": 2, "zero": 1, "gas": 2}, marks=slow),
+        pytest.param("tied", {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "sequence_parallel": False}, marks=slow),
+        pytest.param("llama", {"tp": 2, "dp": 2, "zero": 2, "gas": 2}, marks=slow),
+        pytest.param("llama", {"tp": 2, "cp": 2, "gas": 2, "mbs": 2}, marks=slow),
+        pytest.param("llama", {"tp": 2, "pp": 2, "gas": 4, "schedule": "interleaved", "virtual_stages": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_chunked_loss_of_a_cut_vocabulary(family: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of five tokens per rank divide no micro-batch."""
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(loss=layout.gpus > 1))
+    monkeypatch.setattr(vocab_loss, "vocab_parallel_cross_entropy", partial(vocab_parallel_cross_entropy, chunk=5))
+    check(family, evaluate=True, **fields)
+
+
+def test_the_chunked_loss_is_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(loss=layout.gpus > 1))
+    monkeypatch.setattr(vocab_loss.VocabParallelChunkedHead, "loss", lambda self, hidden, _: hidden.sum())
+    with pytest.raises(AssertionError):
+        check("llama", tp=2, gas=1)
+
+
+def _head_inputs(batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [b, 12, 6], a weight of 24 rows, targets: every third is ignored, and three in a row."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(batch, 12, 6, generator=generator, dtype=torch.float64) * 8
+    weight = torch.randn(24, 6, generator=generator, dtype=torch.float64) * 8
+    targets = torch.randint(24, (batch, 12), generator=generator)
+    targets[:, ::3] = targets[0, :3] = IGNORE_INDEX
+    return hidden, weight, targets
+
+
+def _chunked_loss(rank: int, nproc: int, store: str, batch: int, sequence: bool, chunk: int) -> list[torch.Tensor]:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    hidden, weight, targets = _head_inputs(batch)
+    axis = Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    mine = (hidden.chunk(nproc, dim=1)[rank] if sequence else hidden).flatten(0, 1).requires_grad_()
+    rows = weight.chunk(nproc)[rank].clone().requires_grad_()
+    slices = torch.stack(targets.chunk(nproc, dim=1)).flatten(1) if sequence else targets.view(1, -1)
+    loss = vocab_parallel_cross_entropy(mine, rows, slices, axis, chunk)
+    (3 * loss).backward()
+    with torch.no_grad():
+        evaluated = vocab_parallel_cross_entropy(mine, rows, slices, axis, chunk)
+    assert mine.grad is not None
+    assert rows.grad is not None
+    dist.destroy_process_group()
+    return [loss.detach(), evaluated, mine.grad, rows.grad]
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize(("nproc", "batch", "chunk"), [(2, 2, 5), (3, 1, 100), (4, 3, 4), (4, 1, 1)])
+def test_chunked_loss_and_gradients_of_ranks(nproc: int, batch: int, chunk: int, sequence: bool) -> None:
+    hidden, weight, targets = _head_inputs(batch)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = CrossEntropy()(hidden @ weight.t(), targets)
+    (3 * loss).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+    for rank, (found, evaluated, grad_hidden, grad_weight) in enumerate(
+        local.run(_chunked_loss, nproc, batch, sequence, chunk, timeout_s=60)
+    ):
+        close(found, loss.detach())
+        close(evaluated, loss.detach())
+        close(grad_hidden, (hidden.grad.chunk(nproc, dim=1)[rank] if sequence else hidden.grad).flatten(0, 1))
+        close(grad_weight, weight.grad.chunk(nproc)[rank])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from builders import make_job
-from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
+from ultrascale.cost.estimate import MIN_FIT, DraftEstimate, drafts, estimate, memory_limit_gib
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
 from ultrascale.cost.table import SearchTable
@@ -242,3 +242,29 @@ def test_a_fixed_method_is_used() -> None:
     of = make_job("mixtral-8x7b", "16xh100", 4096, 64).changed(framework=Framework.load("megatron-core"))
     assert all(one.layout.ep > 1 for one in plan(of, fix=["dispatcher=deepep"], explain=False).plans)
     assert all(one.layout.cp > 1 for one in plan(of, fix=["context_parallel=ulysses"], explain=False).plans)
+
+
+OWN_JOB = make_job(framework="ultrascale")
+
+
+def test_a_plan_recomputes_in_no_more_layers_than_it_must() -> None:
+    """Fewer would not fit with the same probability; with a fixed policy all layers recompute."""
+    options = {"fix": ["dp=8", "zero=3", "mbs=4"], "explain": False, "top": 1}
+    best = plan(OWN_JOB, **options).plans[0]
+    layers = best.layout.recompute_layers
+    assert best.layout.recompute != "none"
+    assert layers is not None
+    fewer = estimate(OWN_JOB, best.layout.changed(recompute_layers=layers - 1))
+    limit = memory_limit_gib(OWN_JOB, MIN_FIT, 0.0)
+    assert fewer.peak_gib > limit >= best.estimate.peak_gib
+    every = plan(OWN_JOB, **{**options, "fix": [*options["fix"], f"recompute={best.layout.recompute}"]}).plans[0]
+    assert every.layout.recompute_layers is None
+    assert every.estimate.step_time_s > best.estimate.step_time_s
+    asked = plan(OWN_JOB, **{**options, "fix": [*options["fix"], "recompute=auto"]}).plans[0]
+    assert asked.layout == best.layout
+
+
+def test_engines_that_recompute_all_layers_or_none_are_offered_that() -> None:
+    job = OWN_JOB.changed(framework=Framework.load("torchtitan"))
+    found = plan(job, fix=["recompute=full"], explain=False, top=3).plans
+    assert {one.layout.recompute_layers for one in found} == {None}

@@ -55,6 +55,21 @@ def test_micro_batch_and_accumulation_together_are_the_batch():
     assert (layout.dp, layout.mbs, layout.gas) == (2, 1, 3)
 
 
+def test_as_little_is_recomputed_as_fits():
+    job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 64)
+    layout = Layout(dp=8, zero=3, mbs=4, gas=2)
+    plan = Plan(job=job, layout=layout, estimate=estimate(job, layout))
+    assert not plan.estimate.fits
+    found = from_plan(plan, Overrides.parse(["layout.recompute=auto"]), 8)
+    assert found.layout.recompute != "none"
+    assert estimate(job, found.layout).fits
+    assert "layout.recompute_layers" in found.notes[0]
+    small = from_plan(plan, Overrides.parse(["layout.recompute=auto", "layout.mbs=1", "layout.gas=8"]), 8)
+    assert small.layout.recompute == "none"
+    with pytest.raises(SpecError, match="without a plan no GPU sets a limit"):
+        tried("layout.recompute=auto")
+
+
 def test_dp_follows_from_the_processes():
     assert tried("layout.tp=2", world=8).layout.dp == 4
 

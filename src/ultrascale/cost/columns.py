@@ -28,7 +28,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """One array per field of the Layout; words are stored as their index in CHOICES; zero_shards 0 means all."""
+    """One array per field of the Layout; words are stored as their index in CHOICES; 0 zero_shards or
+    recompute_layers are all."""
 
     dp: Array
     tp: Array
@@ -46,6 +47,7 @@ class LayoutColumns:
     mbs: Array
     gas: Array
     recompute: Array
+    recompute_layers: Array
     offload: Array
     dispatcher: Array
 
@@ -56,6 +58,11 @@ class LayoutColumns:
     @classmethod
     def from_mapping(cls, columns: Mapping[str, Any]) -> LayoutColumns:
         return cls(**{name: np.asarray(columns[name], dtype=np.int64) for name in NAMES})
+
+    @classmethod
+    def joined(cls, parts: Sequence[LayoutColumns]) -> LayoutColumns:
+        """The rows of one table after those of another."""
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES})
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -154,7 +161,7 @@ def decode(name: str, value: int) -> Any:
         return CHOICES[name][value]
     if name in ("keep_gathered", "sequence_parallel"):
         return bool(value)
-    return (value or None) if name == "zero_shards" else value
+    return (value or None) if name in ("zero_shards", "recompute_layers") else value
 
 
 @dataclass(frozen=True)
@@ -166,10 +173,17 @@ class RankShare:
     moe_layers: Array
     embedding: Array
     head: Array
+    kept_dense_layers: Array = NOTHING
+    """of them, those that recompute nothing though others do"""
+    kept_moe_layers: Array = NOTHING
 
     @property
     def layers(self) -> Array:
         return np.asarray(self.dense_layers + self.moe_layers)
+
+    @property
+    def recomputed_fraction(self) -> Array:
+        return np.asarray(1 - (self.kept_dense_layers + self.kept_moe_layers) / np.maximum(1, self.layers))
 
     @classmethod
     def constant(cls, share: tuple[int, ...], rows: int) -> RankShare:

@@ -9,7 +9,7 @@ import numpy as np
 from ultrascale.cost import host
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import Workload
-from ultrascale.cost.memory.states import RankParameters, compute_bytes, fp8_saving, gradient_bytes
+from ultrascale.cost.memory.states import RankParameters, compute_bytes, fp8_saving, gradient_bytes, uses_fused_blocks
 from ultrascale.cost.network import CollectiveTransfer, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
@@ -107,6 +107,8 @@ class TensorTraffic:
     scatter: CollectiveTransfer
     reduce: CollectiveTransfer
     with_sequence: Array
+    gathers_gradients_again: Array
+    """fused blocks with a split backward keep slices of output gradients, too, for the weight gradients"""
 
     @property
     def layer_s(self) -> Array:
@@ -117,7 +119,7 @@ class TensorTraffic:
     @property
     def gather_again_s(self) -> Array:
         """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind matmuls."""
-        return np.where(self.with_sequence, SUBLAYERS * self.gather.time_s, 0.0)
+        return np.where(self.with_sequence, SUBLAYERS * (1 + self.gathers_gradients_again) * self.gather.time_s, 0.0)
 
 
 def tensor_traffic(work: Workload) -> TensorTraffic:
@@ -128,6 +130,7 @@ def tensor_traffic(work: Workload) -> TensorTraffic:
         transfer(machine, "tensor", "reduce_scatter", wide, places.tensor),
         transfer(machine, "tensor", "all_reduce", wide, places.tensor),
         columns.sequence_parallel == 1,
+        uses_fused_blocks(job, columns) & columns.split_backward & (columns.pp > 1),
     )
 
 

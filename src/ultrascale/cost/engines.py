@@ -182,6 +182,16 @@ _COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
             ),
         ),
     ),
+    "megatron": (
+        Rule(
+            ("recompute", "recompute_layers"),
+            lambda job, c: np.asarray((c.recompute_layers == 0) | c.is_("recompute", "full")),
+            lambda job, x: (
+                f"layout.recompute_layers is {x.recompute_layers} with recompute = {x.recompute} but Megatron-LM recomputes "
+                "some layers only in full: try recompute=full, or recompute_layers=null"
+            ),
+        ),
+    ),
     "torchtitan": (
         Rule(
             ("zero", "dp", "cp", "tp", "pp", "ep"),

@@ -28,6 +28,7 @@ from ultrascale.specs.units import GIB
 
 MIN_SIMILAR_RUNS = 12  # for quantiles; with fewer, less similar runs are included
 LOW, HIGH = 0.10, 0.90
+MIN_FIT = 0.9  # the least probability to fit of a layout that is recommended
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,15 @@ def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[MemoryDraft]:
     return [MemoryDraft(view, peaks(view)) for view in views(job, layouts)]
 
 
+def memory_drafts_of_jobs(layouts: Sequence[tuple[Job, Layout]]) -> list[MemoryDraft]:
+    """The same of layouts of several jobs, in the order given; those of one job together."""
+    found: dict[int, MemoryDraft] = {}
+    for job in {id(job): job for job, _ in layouts}.values():
+        numbers = [number for number, (one, _) in enumerate(layouts) if one is job]
+        found.update(zip(numbers, memory_drafts(job, [layouts[number][1] for number in numbers]), strict=True))
+    return [found[number] for number in range(len(layouts))]
+
+
 def add_times(found: Sequence[MemoryDraft]) -> list[DraftEstimate]:
     """The same with their time, all pipelines simulated together, be they of one job or of several."""
     pipelines = [one.view for one in found if one.view.layout.pp > 1]
@@ -123,7 +133,8 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         return per_gpu * flops_per_token / job.peak_flops
 
     def hardware(causal: bool) -> float:
-        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal)
+        recomputed = stages.recomputed_fraction(job, layout)
+        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed)
         if layout.recompute == "selective" and job.framework.selective == "half":
             again += flops.matmul_flops(job.model) / 2
         return again

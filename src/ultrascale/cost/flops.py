@@ -53,16 +53,18 @@ def model_flops(model: Model, seq: int, causal: bool = False) -> float:
     return 3 * forward_flops(model, seq, causal)
 
 
-def hardware_flops(model: Model, seq: int, recompute: str, attention: str, causal: bool = False) -> float:
-    """The numerator of HFU: model FLOPs plus what `recompute` computes again.
+def hardware_flops(
+    model: Model, seq: int, recompute: str, attention: str, causal: bool = False, recomputed: float = 1.0
+) -> float:
+    """The numerator of HFU: model FLOPs plus what `recompute` computes again, in that fraction of the layers.
 
-    Full: every layer's forward once more. Selective keeps matmuls; with plain attention it repeats the
+    Full: a layer's forward once more. Selective keeps matmuls; with plain attention it repeats the
     matmuls of the scores (Korthikanti 2022), with flash attention only memory-bound operators, which count as no FLOPs here.
     Flash attention's own recomputation of scores in backward is the kernel's business and is left out, as FA's authors do.
     """
     base = model_flops(model, seq, causal)
     if recompute == "full":
-        return base + forward_flops(model, seq, causal) - head_flops(model)
+        return base + recomputed * (forward_flops(model, seq, causal) - head_flops(model))
     if recompute == "selective" and attention == "plain":
-        return base + model.layers * score_flops(model, seq, causal)
+        return base + recomputed * model.layers * score_flops(model, seq, causal)
     return base

@@ -170,12 +170,14 @@ def weights_of(model: Model) -> int:
     return 4 + (3 if model.gated else 2) + 2 + biases
 
 
-def dense_layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[Array, Array]:
-    """Host time to launch one dense layer of our engine, forward and backward."""
+def dense_layer_launch_s(
+    job: Job, columns: LayoutColumns, machine: ClusterRates, recomputed: Array | float = 1.0
+) -> tuple[Array, Array]:
+    """Host time to launch one dense layer of our engine, forward and backward; `recomputed`: the part of layers that is."""
     queue, plain = constants().launch_queue, eager(job, columns)
     operators = constants().compiled_layer.kernels * relative_to_compiled(job, columns, "launch")
     biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
-    again = np.where(columns.is_("recompute", "full"), queue.layer.again, 0)
+    again = np.where(columns.is_("recompute", "full"), queue.layer.again * recomputed, 0)
     each = machine.launch_s * job.framework.launch
     forward = np.where(plain, machine.launch_s * operators, each * queue.layer.forward)
     return forward, np.where(plain, 2 * forward, each * (queue.layer.backward + queue.bias * biases + again))
@@ -198,7 +200,8 @@ def idle_s(
     gradients' reduction go on while the host launches the rest of backward.
     """
     queue, gas, each = constants().launch_queue, columns.gas, machine.launch_s
-    forward, backward = (launch_s * share.layers for launch_s in dense_layer_launch_s(job, columns, machine))
+    each_layer = dense_layer_launch_s(job, columns, machine, share.recomputed_fraction)
+    forward, backward = (launch_s * share.layers for launch_s in each_layer)
     ends = queue.ends * each
     weights = weights_launch_s(job.model, machine, share.layers)
     backward = backward + np.where(accumulates_nothing(job, columns), 0.0, weights)
@@ -226,9 +229,11 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     """What memory-bound kernels take beyond their bytes: in forward and backward of a micro-batch, and in the optimizer."""
     queue, full = constants().launch_queue, columns.is_("recompute", "full")
     fused, compiled = queue.streams_fused, queue.streams_compiled
-    in_fused_blocks = uses_fused_blocks(job, columns) & ~full
+    in_fused_blocks = uses_fused_blocks(job, columns)
     forward = np.where(in_fused_blocks, fused.forward, compiled.forward)
-    backward = np.where(in_fused_blocks, fused.backward, compiled.backward) + np.where(full, compiled.again, 0)
+    backward = np.where(in_fused_blocks, fused.backward, compiled.backward) + np.where(
+        full, compiled.again * share.recomputed_fraction, 0
+    )
     weights = weights_of(job.model) * share.layers
     sums = np.where(accumulates_nothing(job, columns), 0, weights)
     start = queue.start_s

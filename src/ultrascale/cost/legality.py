@@ -135,6 +135,19 @@ def _batch_sentence(job: Job, layout: Layout) -> str:
     )
 
 
+def _recomputes_some_layers(job: Job, c: LayoutColumns) -> Array:
+    stages = c.pp * c.virtual_stages
+    return np.asarray((c.recompute_layers == 0) | ((c.recompute > 0) & (c.recompute_layers <= -(-job.model.layers // stages))))
+
+
+def _recompute_layers_sentence(job: Job, layout: Layout) -> str:
+    given = f"layout.recompute_layers is {layout.recompute_layers}"
+    if layout.recompute == "none":
+        return f"{given} but layout.recompute is none: try recompute=full, or recompute_layers=null"
+    most = -(-job.model.layers // (layout.pp * layout.virtual_stages))
+    return f"{given} but a stage has {most} of the {job.model.layers} layers: try {most} or less, or null for all"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("dp", "tp", "pp", "cp"), lambda job, c: np.asarray(c.dp * c.tp * c.pp * c.cp == job.cluster.gpus), _gpus),
     Rule(("tp",), _tp_cuts_heads, _tp_sentence),
@@ -193,6 +206,7 @@ RULES: tuple[Rule, ...] = (
             f"(zero is {x.zero}, virtual_stages {x.virtual_stages}): try data_parallel=bucketed"
         ),
     ),
+    Rule(("recompute", "recompute_layers", "pp", "virtual_stages"), _recomputes_some_layers, _recompute_layers_sentence),
 )
 
 

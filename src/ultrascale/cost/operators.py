@@ -101,7 +101,7 @@ def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> l
     """The matmuls of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
     """
-    separate = columns.is_("recompute", "full") | ~uses_fused_blocks(job, columns)
+    separate = ~uses_fused_blocks(job, columns)
     if not (job.framework.fused_blocks and separate.any()):
         return matmuls
     model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)
@@ -207,7 +207,9 @@ def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
     work = 3 * sum(matmul.flops for matmul in ends.matmuls)
     weights = job.model.parameters / columns.tp / np.where(columns.zero >= 1, columns.shards, 1)
     seconds = ends.total.total + machine.stream_s(weights * optimizer_bytes(job, columns)) / columns.gas
-    again = np.where(columns.is_("recompute", "full"), 1.0, 0.0)
+    chosen = columns.recompute_layers * columns.pp * columns.virtual_stages
+    fraction = np.where(chosen > 0, np.minimum(1.0, chosen / job.model.layers), 1.0)
+    again = np.where(columns.is_("recompute", "full"), fraction, 0.0)
     moe_layers = job.model.moe_layers
     for layers, moe in ((job.model.layers - moe_layers, False), (moe_layers, True)):
         if layers:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ultrascale.cost.columns import CHOICES, Array, LayoutColumns, Passes, RankShare, rows_of
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, rows_of
 from ultrascale.cost.communication import pipeline_hop
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, peak_parts
@@ -83,35 +83,47 @@ def chunk_table(ranks: int, virtual_stages: int, v_shaped: bool) -> Array:
     return np.asarray([stages_of(rank, ranks, virtual_stages, v_shaped) for rank in range(ranks)])
 
 
-def chunk_shares(job: Job, ranks: int, virtual_stages: int) -> RankShare:
-    """Every chunk as if it were a rank of its own."""
+def chunk_shares(job: Job, ranks: int, virtual_stages: int, recompute_layers: int = 0) -> RankShare:
+    """Every chunk as if it were a rank of its own. `recompute_layers`: of each chunk the first ones recompute; 0: all."""
     model = job.model
     counts = np.asarray(chunk_layers(job, ranks, virtual_stages))
     dense_until = model.layers if model.moe is None else model.moe.dense_layers
     ends = np.cumsum(counts)
     dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)
     position = np.arange(len(counts))
-    return RankShare(position, dense, counts - dense, 1 * (position == 0), 1 * (position == len(counts) - 1))
+    kept = np.maximum(0, counts - recompute_layers) if recompute_layers else 0 * counts
+    kept_moe = np.minimum(kept, counts - dense)  # dense layers come first
+    ends_of_model = 1 * (position == 0), 1 * (position == len(counts) - 1)
+    return RankShare(position, dense, counts - dense, *ends_of_model, kept - kept_moe, kept_moe)
 
 
-def rank_shares(job: Job, ranks: int, virtual_stages: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
-    """(dense layers, MoE layers, embedding, head) of every rank."""
-    share = chunk_shares(job, ranks, virtual_stages)
-    chunks = np.stack((share.dense_layers, share.moe_layers, share.embedding, share.head), axis=1)
+def rank_shares(
+    job: Job, ranks: int, virtual_stages: int, v_shaped: bool, recompute_layers: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """The numbers of `RankShare` of every rank."""
+    share = chunk_shares(job, ranks, virtual_stages, recompute_layers)
+    chunks = np.stack([getattr(share, field.name) for field in fields(RankShare)[1:]], axis=1)
     return tuple(map(tuple, chunks[chunk_table(ranks, virtual_stages, v_shaped)].sum(axis=1).tolist()))
 
 
 def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
     """The share of `rank` (one per row); rows are grouped by their few distinct pipelines."""
-    pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule"))
+    pipelines, inverse = columns.distinct(("pp", "virtual_stages", "schedule", "recompute_layers"))
+    layouts = [pipelines.layout(row) for row in range(len(pipelines))]
     tables = [
-        rank_shares(job, int(pp), int(v), REGISTRY[CHOICES["schedule"][schedule]].v_shaped)
-        for pp, v, schedule in zip(pipelines.pp, pipelines.virtual_stages, pipelines.schedule, strict=True)
+        rank_shares(job, one.pp, one.virtual_stages, REGISTRY[one.schedule].v_shaped, one.recompute_layers or 0)
+        for one in layouts
     ]
-    table = np.zeros((len(tables), max(map(len, tables)), 4), dtype=np.int64)
+    table = np.zeros((len(tables), max(map(len, tables)), len(tables[0][0])), dtype=np.int64)
     for row, shares in enumerate(tables):
         table[row, : len(shares)] = shares
     return RankShare(rank, *table[inverse, rank].T)
+
+
+def recomputed_fraction(job: Job, layout: Layout) -> float:
+    """Of the model's layers, those to which the layout's recomputation applies."""
+    counts = chunk_layers(job, layout.pp, layout.virtual_stages)
+    return sum(min(count, layout.recompute_layers or count) for count in counts) / job.model.layers
 
 
 def representative_ranks(shares: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -320,7 +332,7 @@ class _LayoutGroup:
 
     @cached_property
     def chunk_share(self) -> RankShare:
-        shares = [chunk_shares(self.job, layout.pp, layout.virtual_stages) for layout in self.layouts]
+        shares = [chunk_shares(self.job, one.pp, one.virtual_stages, one.recompute_layers or 0) for one in self.layouts]
         return RankShare(*(np.concatenate([getattr(share, field.name) for share in shares]) for field in fields(RankShare)))
 
     @cached_property

@@ -92,33 +92,64 @@ class ComponentTimes(Generic[AnyTime]):
     moe: AnyTime | None
     embedding: AnyTime
     head: AnyTime
+    kept_dense: AnyTime | None = None
+    """a layer that recomputes nothing; None: no row has layers of both kinds"""
+    kept_moe: AnyTime | None = None
 
     def on(self, share: RankShare) -> AnyTime:
         """A rank's (or a chunk's) time."""
-        total = self.dense.scaled(share.dense_layers) + self.embedding.scaled(share.embedding)
-        total = total + self.head.scaled(share.head)
-        return total if self.moe is None else total + self.moe.scaled(share.moe_layers)
+        total = self.embedding.scaled(share.embedding) + self.head.scaled(share.head)
+        total = total + self.dense.scaled(share.dense_layers - share.kept_dense_layers)
+        if self.moe is not None:
+            total = total + self.moe.scaled(share.moe_layers - share.kept_moe_layers)
+        if self.kept_dense is not None:
+            total = total + self.kept_dense.scaled(share.kept_dense_layers)
+        return total if self.kept_moe is None else total + self.kept_moe.scaled(share.kept_moe_layers)
 
     def totals(self: ComponentTimes[ComponentTime]) -> ComponentTimes[Passes]:
-        moe = self.moe.total if self.moe is not None else None
-        return ComponentTimes(self.dense.total, moe, self.embedding.total, self.head.total)
+        return ComponentTimes(
+            self.dense.total,
+            None if self.moe is None else self.moe.total,
+            self.embedding.total,
+            self.head.total,
+            None if self.kept_dense is None else self.kept_dense.total,
+            None if self.kept_moe is None else self.kept_moe.total,
+        )
 
 
 def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
     job, columns, machine = work.job, work.columns, work.machine
-    inside = communication.tensor_traffic(work)
     clock = operators.clock(job, columns, machine)
+    inside = communication.tensor_traffic(work)
+    layers = _layers(work, inside, clock)
+    embedding = _end(work, inside, operators.embedding(job, columns, machine), is_head=False)
+    head = _end(work, inside, operators.head(job, columns, machine, clock), is_head=True)
+    kept: tuple[ComponentTime | None, ...] = (None, None)
+    if np.any(columns.recompute_layers):
+        kept = _layers(work, inside, clock, recomputes=False)
+    return ComponentTimes(*layers, embedding, head, *kept)
+
+
+def _layers(
+    work: Workload, inside: TensorTraffic, clock: Array, recomputes: bool = True
+) -> tuple[ComponentTime, ComponentTime | None]:
+    """A dense layer, and one of experts if there are any."""
+    job, columns, machine = work.job, work.columns, work.machine
+    dense = _layer(work, inside, operators.layer(job, columns, machine, False, clock), False, recomputes)
     experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
-    return ComponentTimes(
-        _layer(work, inside, operators.layer(job, columns, machine, False, clock), moe=False),
-        None if experts is None else _layer(work, inside, experts, moe=True),
-        _end(work, inside, operators.embedding(job, columns, machine), is_head=False),
-        _end(work, inside, operators.head(job, columns, machine, clock), is_head=True),
-    )
+    return dense, None if experts is None else _layer(work, inside, experts, True, recomputes)
 
 
 def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
     """Forward that selective recomputation repeats."""
+    fused = uses_fused_blocks(work.job, work.columns)
+    gate_and_up = [matmul for matmul in compute.matmuls if matmul.name == "mlp up"]
+    wide = operators.matmul_passes(work.machine, gate_and_up).forward * (work.job.precision != "fp8")
+    return np.where(fused, wide, _plain_selective_s(work, compute))
+
+
+def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
+    """The same of layers that are not fused."""
     policy = states.selective_policy(work.job)
     if policy in ("attention", "scores"):
         return compute.attention.forward
@@ -131,7 +162,7 @@ def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
     return cheap
 
 
-def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool) -> ComponentTime:
+def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool, recomputes: bool) -> ComponentTime:
     job, columns, machine = work.job, work.columns, work.machine
     around = communication.context_traffic(work, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
@@ -159,8 +190,8 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool)
         down = [matmul for matmul in compute.matmuls if matmul.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
-    selective = columns.is_("recompute", "selective") & ~uses_fused_blocks(job, columns)
-    repeated = np.where(selective, _selective_recompute_s(work, compute), repeated)
+    repeated = np.where(columns.is_("recompute", "selective"), _selective_recompute_s(work, compute), repeated)
+    repeated = repeated if recomputes else 0.0 * repeated
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)

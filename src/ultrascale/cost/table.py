@@ -61,7 +61,9 @@ class SearchTable:
 
     @cached_property
     def _groups(self) -> list[tuple[list[int], _VariantGroup]]:
-        """Variants by number; in an engine that fuses no layers with a split backward, those are a group of their own."""
+        """Variants by number; in an engine with a chunked loss and compiled layers, those with a split backward, which have
+        neither, are a group of their own.
+        """
         split = [REGISTRY[name].split_backward and self.job.framework.fused_blocks for name, _ in self.variants]
         found = []
         for kind in (False, True):

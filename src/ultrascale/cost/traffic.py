@@ -17,9 +17,16 @@ import numpy as np
 from ultrascale.cost import communication, operators, stages
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates, Workload
-from ultrascale.cost.memory import states
-from ultrascale.cost.memory.states import FP32, fp8_on_rank, gradient_bytes, sharded_gradient_bytes, uses_fused_blocks
-from ultrascale.cost.network import CollectiveTransfer, group, transfer
+from ultrascale.cost.memory import activations, states
+from ultrascale.cost.memory.states import (
+    FP32,
+    compute_bytes,
+    fp8_on_rank,
+    gradient_bytes,
+    sharded_gradient_bytes,
+    uses_fused_blocks,
+)
+from ultrascale.cost.network import CollectiveTransfer, Op, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
 from ultrascale.specs.estimate import Time, Traffic
@@ -51,13 +58,15 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
 
 
 def _rank_shares(job: Job, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return stages.rank_shares(job, layout.pp, layout.virtual_stages, REGISTRY[layout.schedule].v_shaped)
+    v_shaped = REGISTRY[layout.schedule].v_shaped
+    return stages.rank_shares(job, layout.pp, layout.virtual_stages, v_shaped, layout.recompute_layers or 0)
 
 
 def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Iterator[Traffic]:
     """What a rank of that pipeline stage sends, each collective once, without what computation hides of it."""
-    dense, moe, *ends = _rank_shares(job, layout)[stage]
-    for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, *ends)):
+    dense, moe, embedding, head, kept_dense, kept_moe = _rank_shares(job, layout)[stage]
+    kept = kept_dense + kept_moe, kept_moe
+    for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, embedding, head, *kept)):
         yield Traffic(
             technique=moved.technique,
             collective=moved.collective,
@@ -86,6 +95,9 @@ class Stage:
     moe_layers: int
     embedding: int
     head: int
+    kept_layers: int
+    """of its layers, those that recompute nothing though others do"""
+    kept_moe_layers: int
 
     @cached_property
     def row(self) -> LayoutColumns:
@@ -133,13 +145,15 @@ def calls_of(stage: Stage) -> Calls:
 def _recompute_entries(stage: Stage) -> tuple[int, int]:
     """How often recomputation enters the regions of a stage's layers anew, and leaves them.
 
-    Selective recomputation keeps matmuls with their collectives, but what experts are sent is gathered to be sorted again.
+    Selective recomputation keeps matmuls with their collectives, but what experts are sent is gathered to be sorted again. A
+    fused block has the input of gate and up gathered in backward anyway, unless its weight gradients are deferred.
     torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
     if stage.layout.recompute == "full":
         left = communication.SUBLAYERS - stage.job.framework.exact_memory_trace
-        return communication.SUBLAYERS * stage.layers, left * stage.layers
-    return (stage.moe_layers if _repeats(stage) else 0), 0
+        recomputed = stage.layers - stage.kept_layers
+        return communication.SUBLAYERS * recomputed, left * recomputed
+    return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0
 
 
 def _repeats(stage: Stage) -> bool:
@@ -155,20 +169,49 @@ def _tensor(stage: Stage) -> Calls:
     entered, left = _recompute_entries(stage)
     regions = communication.SUBLAYERS * stage.layers
     dense = stage.layers - stage.moe_layers
+    chunked = bool(activations.chunked_loss(job, stage.row)[0])
+    head = 0 if chunked else stage.head
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
         kept_slices = stage.layers + dense
-        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * stage.head
+        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * head
         yield inside.gather, gas * gathers
-        yield inside.scatter, gas * (2 * regions + left + stage.embedding + stage.head)
+        if inside.gathers_gradients_again[0]:
+            yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
+            if layout.recompute == "selective":
+                yield inside.gather, _deferred_layers(stage, layout.recompute_layers)
+        yield inside.scatter, gas * (2 * regions + left + stage.embedding + head)
     else:
-        yield inside.reduce, gas * (2 * regions + left + stage.embedding + stage.head)
-    if stage.head:
+        yield inside.reduce, gas * (2 * regions + left + stage.embedding + head)
+    if head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)
         yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas
         yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas
+    elif stage.head:
+        yield from _chunked_loss(stage)
+
+
+def _chunked_loss(stage: Stage) -> Calls:
+    """Of each chunk the hidden states, their gradients, and two numbers per token and rank: log-sum-exp and target's logit."""
+    job, row = stage.job, stage.row
+    tokens = row.tokens(job.seq)
+    chunks = int(np.ceil(tokens / activations.loss_chunk(job, row))[0])
+    wide = compute_bytes(job) * tokens * job.model.hidden
+    calls: list[tuple[Op, Array]] = [("all_gather", 2 * FP32 * row.tp * tokens)]
+    calls += [("all_gather", wide), ("reduce_scatter", wide)] if stage.layout.sequence_parallel else [("all_reduce", wide)]
+    for collective, size in calls:
+        yield transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor), stage.layout.gas * chunks
+
+
+def _deferred_layers(stage: Stage, most: int | None = None) -> int:
+    """Layers of all micro-batches whose weight gradients are deferred; `most` of each chunk."""
+    layout = stage.layout
+    layers = stages.chunk_layers(stage.job, layout.pp, layout.virtual_stages)
+    actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
+    each = [min(count, most or count) for count in layers]
+    return sum(each[action.stage] for action in actions if action.kind is ActionKind.W)
 
 
 def _repeated_weights(stage: Stage) -> Calls:
@@ -185,9 +228,9 @@ def _repeated_weights(stage: Stage) -> Calls:
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
 
-def _forwards(stage: Stage) -> int:
-    """How often a layer's forward communicates, once more where recomputation repeats all but matmuls and attention."""
-    return 2 if _repeats(stage) else 1
+def _forwards(stage: Stage, layers: int, kept: int) -> int:
+    """How often so many layers' forwards communicate: once more where recomputation repeats all but matmuls and attention."""
+    return layers + (layers - kept if _repeats(stage) else 0)
 
 
 def _context(stage: Stage) -> Calls:
@@ -195,15 +238,15 @@ def _context(stage: Stage) -> Calls:
     clock = operators.clock(job, row, stage.machine)
     attention = operators.layer(job, row, stage.machine, moe=False, at=clock).attention
     around = communication.context_traffic(stage.work, attention)
-    forwards, passes = _forwards(stage), stage.layers * layout.gas
+    forwards, backwards = layout.gas * _forwards(stage, stage.layers, stage.kept_layers), layout.gas * stage.layers
     if layout.context_parallel == "allgather":
-        yield around.gather, passes * (forwards + 1)
-        yield around.scatter, passes
+        yield around.gather, forwards + backwards
+        yield around.scatter, backwards
     elif layout.context_parallel == "ulysses":
-        yield around.switch, passes * (forwards + 1)
+        yield around.switch, forwards + backwards
     else:
         # Backward's blocks carry the gradients too: two blocks' bytes each.
-        yield around.block, passes * (layout.cp - 1) * (forwards + 2)
+        yield around.block, (layout.cp - 1) * (forwards + 2 * backwards)
     if stage.moe_layers and job.model.moe is not None:
         # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
         counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
@@ -213,17 +256,19 @@ def _context(stage: Stage) -> Calls:
 def _expert(stage: Stage) -> Calls:
     moe = stage.job.model.moe
     assert moe is not None
-    forwards, passes = _forwards(stage), stage.moe_layers * stage.layout.gas
+    gas, layers = stage.layout.gas, stage.moe_layers
+    forwards = gas * _forwards(stage, layers, stage.kept_moe_layers)
+    passes = forwards + gas * layers
     if stage.layout.dispatcher == "allgather":
         gather, scatter = communication.gathered_tokens(stage.work)
-        yield gather, passes * (forwards + 1)
-        yield scatter, passes * (forwards + 1)
+        yield gather, passes
+        yield scatter, passes
     else:
         all_to_all = communication.expert_traffic(stage.work).all_to_all
-        yield all_to_all, communication.ALL_TO_ALLS * passes * (forwards + 1)
+        yield all_to_all, communication.ALL_TO_ALLS * passes
     # Each rank tells the others how many rows come.
     counts = np.asarray([COUNT_BYTES * moe.experts])
-    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), passes * forwards
+    yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), forwards
 
 
 def hops(layout: Layout, stage: int) -> int:

@@ -28,7 +28,6 @@ _CONTEXT = {"p2p": "zigzag", "allgather": "allgather", "a2a": "ulysses", "all_ga
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _STATES = {"fp32": "adamw", "bf16": "adamw-bf16", "fp8": "adamw-8bit", "fp16": "adamw-bf16"}
 _BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "plain", "local": "plain"}
-_FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}
 _CHEAP_MODULES = ["layernorm", "moe_act"]  # what experts make that is cheap to repeat
 _PRECISIONS: row.Cases = {
     "bf16": {"--bf16": True},
@@ -92,7 +91,11 @@ def _recompute_modules(p: PlanFields) -> list[str]:
 def _write_recompute(p: PlanFields) -> dict[str, Any]:
     if p.layout.recompute == "selective":
         return {"--recompute-granularity": "selective", "--recompute-modules": _recompute_modules(p)}
-    return _FULL if p.layout.recompute == "full" else {}
+    if p.layout.recompute == "none":
+        return {}
+    layers = p.layout.recompute_layers  # of each stage, the first ones
+    method = {"--recompute-method": "block" if layers else "uniform", "--recompute-num-layers": layers or 1}
+    return {"--recompute-granularity": "full", **method}
 
 
 def _read_recompute_modules(s: SettingsReader) -> str | None:
@@ -111,11 +114,17 @@ def _read_recompute_modules(s: SettingsReader) -> str | None:
 
 def _recompute(s: SettingsReader) -> str:
     grain = s.word("--recompute-granularity", {"full": "full", "selective": "selective", "none": "none"}, "none")
-    if grain == "full" and s.value("--recompute-method") == "block":
-        s.notes.append("--recompute-method block recomputes some layers of a stage; it is read as all of them")
     if s.flag("--checkpoint-activations") or "--activations-checkpoint-method" in s:  # until 3.0
         return "full"
     return "selective" if grain == "none" and s.flag("--recompute-activations") else str(grain)
+
+
+def _recompute_layers(s: SettingsReader) -> int | None:
+    if s["layout.recompute"] != "full" or s.value("--recompute-method") != "block":
+        return None
+    stages = s["layout.pp"] * s["layout.virtual_stages"]
+    layers = s.whole("--recompute-num-layers", 1)
+    return layers if layers < -(-s.whole("--num-layers") // stages) else None
 
 
 def _needed_gpus(s: SettingsReader) -> int:
@@ -187,6 +196,7 @@ _CUT = (
     ),
     Setting(path="layout.schedule", read=_read_schedule),
     Setting(path="layout.recompute", write=_write_recompute, read=_recompute),
+    Setting(path="layout.recompute_layers", read=_recompute_layers),
     Setting(path="framework.selective", read=_read_recompute_modules),
     Setting(
         "--overlap-grad-reduce",

@@ -18,7 +18,8 @@ def apply(model: Transformer, policy: Recompute = "none") -> None:
     for block in model.each_block():
         if isinstance(block.mlp, MixtureOfExperts):
             _exclude_dynamic_shapes(block.mlp)
-        if not isinstance(block, FusedBlock) and not checkpointed_from_outside(block, policy):
+        checkpointed = "forward" in vars(block)  # some blocks may recompute and others not
+        if not isinstance(block, FusedBlock) and not (checkpointed and checkpointed_from_outside(block, policy)):
             block.compile()
     if isinstance(model.head, ChunkedHead):
         model.head.norm.compile()  # its loss is already one kernel

@@ -2,11 +2,13 @@
 
 The plain block saves the outputs of its norms and its gate, because the following GEMMs need them in backward. Here the
 backward kernels, which have the inputs in registers, write these outputs again: a third less is saved, no GEMM is recomputed.
-Query, key and value are one GEMM, gate and up another, so that the gradients of their inputs need no sum.
+Query, key and value are one GEMM, gate and up another, so that the gradients of their inputs need no sum. A split backward
+defers weight gradients and keeps only their operands: outputs of norms and gate instead of the inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,15 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ultrascale.kernels.deferred import DeferredWeightGrads
+from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.operators import RMSNorm, at_least_fp32, swiglu
 from ultrascale.model.rotary import Rope, rotate
 from ultrascale.model.transformer import MLP, Block, MultiLinear, Transformer
 
 
-def apply(model: Transformer) -> None:
+def apply(model: Transformer, deferred: DeferredWeightGrads | None = None) -> None:
     """Replaces all blocks by fused ones; names and parameters stay."""
     for name, block in model.blocks.items():
-        model.blocks[name] = FusedBlock(cast(Block, block))
+        model.blocks[name] = FusedBlock(cast(Block, block), deferred)
 
 
 def join(model: Transformer) -> None:
@@ -43,8 +47,12 @@ class GatedMLPKernel:
 
     def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of both GEMMs [n, 2·f], which are saved for backward, and silu(x · gate) · (x · up) [n, f]."""
-        both = x @ joined(gate_, up).t()
+        both = self.both(x, gate_, up)
         return both, gate(both)
+
+    def both(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+        """The outputs of both GEMMs once more."""
+        return x @ joined(gate_, up).t()
 
     def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         """From the gradient of the MLP's output: the gradient of `both`, and the recomputed output of the gate."""
@@ -59,11 +67,13 @@ class GatedMLPKernel:
 
 
 class FusedBlock(Block):
-    def __init__(self, plain: Block) -> None:
+    def __init__(self, plain: Block, deferred: DeferredWeightGrads | None = None) -> None:
         nn.Module.__init__(self)  # not Block's: the plain module's parameters are taken over
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
-        self.mlp_kernel = GatedMLPKernel()
+        self.mlp_kernel, self.deferred = GatedMLPKernel(), deferred or DeferredWeightGrads(used=False)
+        self.saves_both = True
+        """False: backward recomputes the outputs of gate and up, which are the widest (selective recomputation)"""
 
     def join(self) -> None:
         """Makes the weights of each joined GEMM contiguous in memory."""
@@ -80,11 +90,12 @@ class FusedBlock(Block):
 
     def qkv_rotary(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The part of the block before attention, with a custom backward."""
-        return _FusedQKV.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+        return _FusedQKV.apply(*arguments, self.deferred)  # type: ignore[no-untyped-call, no-any-return]
 
     def out_mlp(self, *arguments: Any) -> Tensor:
         """The part of the block after attention."""
-        return _FusedOutputAndMLP.apply(*arguments, self.mlp_kernel)  # type: ignore[no-untyped-call, no-any-return]
+        settings = self.mlp_kernel, self.saves_both, self.deferred
+        return _FusedOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
         if bias is not None or rope is None:
@@ -103,13 +114,15 @@ class _FusedQKV(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, eps: float, dim: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any, x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, eps: float, dim: int,
+        deferred: DeferredWeightGrads,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _, normed, scales = norm(x.flatten(0, 1), None, gain, eps)
         joint = (normed @ joined(q, k, v).t()).view(len(normed), -1, dim)
         heads, kv_heads = len(q) // dim, len(k) // dim
         rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
+        ctx.deferred = deferred
         rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
         return x.view_as(x), rotated_q, rotated_k, values
 
@@ -121,8 +134,8 @@ class _FusedQKV(torch.autograd.Function):
         joint = rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
         grad_normed = joint @ joined(q, k, v)
         grad_x, grad_gain, normed = norm_backward(grad_normed, x.flatten(0, 1), scales, gain, past.flatten(0, 1))
-        grad_weights = torch.split(joint.t() @ normed, [len(q), len(k), len(v)])
-        return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None
+        grad_weights = ctx.deferred.compute((q, k, v), qkv_weight_grads((q, k, v)), joint, normed)
+        return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None
 
 
 class _FusedOutputAndMLP(torch.autograd.Function):
@@ -131,28 +144,45 @@ class _FusedOutputAndMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        mlp_kernel: GatedMLPKernel,
+        mlp_kernel: GatedMLPKernel, saves_both: bool, deferred: DeferredWeightGrads,
     ) -> Tensor:  # fmt: skip
         rows = attended.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(normed, gate_, up)
-        ctx.save_for_backward(rows, total, scales, both, out, gain, gate_, up, down)
-        ctx.shape, ctx.mlp_kernel = attended.shape, mlp_kernel
-        return total.view_as(x) + (gated @ down.t()).view_as(x)  # not a view: FSDP2 registers its hook on it
+        ctx.save_for_backward(rows, total, scales, both if saves_both else None, out, gain, gate_, up, down)
+        ctx.eps, ctx.shape, ctx.mlp_kernel, ctx.deferred = eps, attended.shape, mlp_kernel, deferred
+
+        def result() -> tuple[Tensor]:
+            return (total.view_as(x) + (gated @ down.t()).view_as(x),)  # not a view: FSDP2 registers its hook on it
+
+        return cache_across_recompute(result, needed_in_backward=False)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
-        flat, mlp_kernel = grad.contiguous().flatten(0, 1), ctx.mlp_kernel
+        flat, mlp_kernel, deferred = grad.contiguous().flatten(0, 1), ctx.mlp_kernel, ctx.deferred
+        if both is None:
+            both = mlp_kernel.both(norm(total, None, gain, ctx.eps)[1], gate_, up)
         grad_both, gated = mlp_kernel.backward(flat, down, both)
-        grad_down = flat.t() @ gated
+        del both
+        (grad_down,) = deferred.compute((down,), weight_grad, flat, gated)
         del gated
         grad_total, grad_gain, normed = norm_backward(mlp_kernel.grad_input(grad_both, gate_, up), total, scales, gain, flat)
-        grad_gate, grad_up = mlp_kernel.grad_weights(grad_both, normed)
+        grad_gate, grad_up = deferred.compute((gate_, up), mlp_kernel.grad_weights, grad_both, normed)
         del grad_both, normed
         grad_inputs = grad_total.view_as(grad), (grad_total @ out).view(ctx.shape)
-        return *grad_inputs, grad_total.t() @ rows, grad_gain, grad_gate, grad_up, grad_down, None, None
+        (grad_out,) = deferred.compute((out,), weight_grad, grad_total, rows)
+        return *grad_inputs, grad_out, grad_gain, grad_gate, grad_up, grad_down, None, None, None, None
+
+
+def weight_grad(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    return (grad.t() @ x,)
+
+
+def qkv_weight_grads(weights: Sequence[Tensor]) -> Callable[[Tensor, Tensor], Sequence[Tensor]]:
+    rows = [len(weight) for weight in weights]
+    return lambda grad, x: torch.split(grad.t() @ x, rows)
 
 
 def joined(*weights: Tensor) -> Tensor:

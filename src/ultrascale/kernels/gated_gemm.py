@@ -26,6 +26,9 @@ class GatedGemmKernel(GatedMLPKernel):
         both, gated = _forward(x, joined(gate_, up))
         return both, gated
 
+    def both(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+        return self.forward(x, gate_, up)[0]
+
     def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         grad_both, gated = _backward(grad, down, both)
         return grad_both, gated

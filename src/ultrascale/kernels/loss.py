@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -37,7 +36,10 @@ class ChunkedHead(Head):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(x)
-        hidden = self.norm(x)
+        return self.loss(self.norm(x), targets)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of normed hidden states [b, s, h]."""
         return linear_cross_entropy(hidden.flatten(0, -2), self.linear.weight, targets.flatten(), function=self.function)
 
 
@@ -87,13 +89,43 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor
 
         loss_triton.loss_and_gradient_(logits, targets, losses)
         return logits
-    wide = logits.to(losses.dtype)
-    counts = targets != IGNORE_INDEX
-    losses.copy_(F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="none"))
-    gradient = wide.softmax(dim=-1)
-    rows = torch.arange(len(targets), device=targets.device)
-    gradient[rows, targets.masked_fill(~counts, 0)] -= 1
+    return shard_gradient(logits, targets, 0, shard_statistics(logits, targets, 0).unsqueeze(0), losses)
+
+
+def shard_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """[2, n]: each token's log-sum-exp over these columns of the vocabulary, from `first` on, and its target's logit.
+
+    The latter is 0 where the target is in other columns or ignored.
+    """
+    if logits.is_cuda:
+        from ultrascale.kernels import loss_triton
+
+        return loss_triton.shard_statistics(logits, targets, first)
+    wide = logits.to(_wide(logits.dtype))
+    local, here = _local(targets, first, logits.shape[1])
+    return torch.stack((wide.logsumexp(dim=-1), wide.gather(-1, local).squeeze(-1) * here))
+
+
+def shard_gradient(logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor) -> Tensor:
+    """As `loss_and_gradient`, of these columns of the vocabulary; statistics [shards, 2, n]: those of all columns."""
+    if logits.is_cuda:
+        from ultrascale.kernels import loss_triton
+
+        loss_triton.shard_gradient_(logits, targets, first, statistics, losses)
+        return logits
+    log_sum, counts = statistics[:, 0].logsumexp(dim=0), targets != IGNORE_INDEX
+    losses.copy_((log_sum - statistics[:, 1].sum(dim=0)) * counts)
+    gradient = (logits.to(losses.dtype) - log_sum.unsqueeze(-1)).exp_()
+    local, here = _local(targets, first, logits.shape[1])
+    gradient.scatter_add_(-1, local, -here.to(gradient.dtype).unsqueeze(-1))
     return (gradient * counts.unsqueeze(-1)).to(logits.dtype)
+
+
+def _local(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Each target's column [n, 1], 0 where it has none, and whether it has one [n]."""
+    local = targets - first
+    here = (local >= 0) & (local < columns)
+    return local.masked_fill(~here, 0).unsqueeze(-1), here
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
 """Triton kernels of the chunked loss: softmax, loss and gradient in one, in place of the logits; and a scaling that rounds.
 
-One program has one row of logits: it reads it once for the maximum and the sum, and again to write the gradient; in fp8, tiles
-write the gradient both transposed and not. The plain implementations are in kernels/loss.py and kernels/float8.py, the
+One program has one row of logits: it reads it once for the maximum and the sum, and again to write the gradient. Where the
+vocabulary is cut, these are two kernels, with an all-gather of each row's sums between them; in fp8, tiles write the gradient
+both transposed and not. The plain implementations are in kernels/loss.py and kernels/float8.py, the
 gain of each in docs/kernels/loss.md.
 """
 
@@ -17,14 +18,7 @@ ROWS, COLUMNS, TILE_WARPS = 32, 128, 4  # of a tile
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _row(  # type: ignore[no-untyped-def]
-    logits, targets, losses, sums, factor, ignored, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVER: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    start = logits + row * COLUMNS
-    target = tl.load(targets + row)
-    counts = target != ignored
-    own = tl.load(start + tl.where(counts, target, 0)).to(tl.float32)
+def _log_sum_exp(start, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
     top = -float("inf")
     total = 0.0
@@ -34,14 +28,32 @@ def _row(  # type: ignore[no-untyped-def]
         higher = tl.maximum(top, tl.max(scores, 0))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(scores - higher), 0)
         top = higher
-    log_sum = top + tl.log(total)
+    return top + tl.log(total)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _to_gradient(start, log_sum, target, counts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, BLOCK)
+    for begin in range(0, COLUMNS, BLOCK):
+        inside = begin + offsets < COLUMNS
+        scores = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(scores - log_sum) - tl.where(begin + offsets == target, 1.0, 0.0)
+        tl.store(start + begin + offsets, tl.where(counts, gradient, 0.0).to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _row(  # type: ignore[no-untyped-def]
+    logits, targets, losses, sums, factor, ignored, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * COLUMNS
+    target = tl.load(targets + row)
+    counts = target != ignored
+    own = tl.load(start + tl.where(counts, target, 0)).to(tl.float32)
+    log_sum = _log_sum_exp(start, COLUMNS, BLOCK)
     tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
     if OVER:
-        for begin in range(0, COLUMNS, BLOCK):
-            inside = begin + offsets < COLUMNS
-            scores = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = tl.exp(scores - log_sum) - tl.where(begin + offsets == target, 1.0, 0.0)
-            tl.store(start + begin + offsets, tl.where(counts, gradient, 0.0).to(logits.dtype.element_ty), mask=inside)
+        _to_gradient(start, log_sum, target, counts, COLUMNS, BLOCK)
     else:
         tl.store(sums + row, tl.where(counts, log_sum - tl.log(factor), float("inf")))
 
@@ -50,6 +62,59 @@ def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torc
     """Overwrites logits [n, v] with the gradient of the summed loss; writes losses [n]."""
     rows, columns = logits.shape
     _row[(rows,)](logits, targets, losses, losses, 1.0, IGNORE_INDEX, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _shard_statistics(  # type: ignore[no-untyped-def]
+    logits, targets, statistics, first, rows, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * COLUMNS
+    target = tl.load(targets + row) - first
+    here = (target >= 0) & (target < COLUMNS)
+    own = tl.load(start + tl.where(here, target, 0)).to(tl.float32)
+    tl.store(statistics + row, _log_sum_exp(start, COLUMNS, BLOCK))
+    tl.store(statistics + rows + row, tl.where(here, own, 0.0))
+
+
+def shard_statistics(logits: torch.Tensor, targets: torch.Tensor, first: int) -> torch.Tensor:
+    """[2, n]: log-sum-exp of logits [n, v], columns of a vocabulary from `first` on, and the target's logit, 0 if not here."""
+    rows, columns = logits.shape
+    statistics = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    _shard_statistics[(rows,)](logits, targets, statistics, first, rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=WARPS)
+    return statistics
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _shard_gradient(  # type: ignore[no-untyped-def]
+    logits, targets, losses, statistics, first, rows, shards, ignored,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SHARDS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    counts = target != ignored
+    shard = tl.arange(0, SHARDS)
+    sums = tl.load(statistics + shard * 2 * rows + row, mask=shard < shards, other=-float("inf"))
+    own = tl.sum(tl.load(statistics + (shard * 2 + 1) * rows + row, mask=shard < shards, other=0.0), 0)
+    top = tl.max(sums, 0)
+    log_sum = top + tl.log(tl.sum(tl.exp(sums - top), 0))
+    tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
+    _to_gradient(logits + row * COLUMNS, log_sum, target - first, counts, COLUMNS, BLOCK)
+
+
+def shard_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, statistics: torch.Tensor, losses: torch.Tensor
+) -> None:
+    """Overwrites logits [n, v], columns from `first` on, with the gradient of the summed loss; writes losses [n].
+
+    statistics [shards, 2, n]: what `shard_statistics` found in all columns.
+    """
+    rows, columns = logits.shape
+    shards = len(statistics)
+    _shard_gradient[(rows,)](
+        logits, targets, losses, statistics, first, rows, shards, IGNORE_INDEX,
+        COLUMNS=columns, BLOCK=BLOCK, SHARDS=triton.next_power_of_2(shards), num_warps=WARPS,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -23,7 +23,7 @@ class Kernels:
     compiled: bool = False
     """torch.compile for blocks and head that are not fused"""
     loss: bool = False
-    """the loss in chunks, together with its gradients (kernels/loss.py)"""
+    """the loss in chunks, together with its gradients (kernels/loss.py; where tp cuts it parallel/vocab_loss.py)"""
     adamw: bool = False
     """fused AdamW with split masters (kernels/adamw_triton.py, kernels/split_master.py)"""
     single_microbatch: bool = False
@@ -40,11 +40,12 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     if training.kernels == "compile":
         return Kernels(compiled=compiled)
     adamw = job.optimizer == "adamw" and layout.offload == "none"
+    fp8_head = job.precision == "fp8" and training.fp8_keep == "none"
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,
         compiled=compiled,
-        # fp16 must scale the loss before gradients are computed.
-        loss=layout.tp == 1 and job.precision != "fp16" and not split,
+        # fp16 must scale the loss before gradients are computed. An fp8 head has no statistics of a part of the vocabulary.
+        loss=job.precision != "fp16" and not split and not (layout.tp > 1 and fp8_head),
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         single_microbatch=adamw and layout.gpus == layout.gas == 1,
@@ -55,7 +56,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
 def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
     """Why a GPU runs plain blocks, compiled if possible, instead of fused ones; None if it runs fused ones.
 
-    Fused blocks already drop all that selective recomputation would; full recomputation stops early only in plain ones.
+    In fp8, fused blocks drop all that selective recomputation would.
     """
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
@@ -63,10 +64,10 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return "tensor parallelism cuts them without sequence parallelism"
     if layout.tp * layout.cp > 1 and job.precision == "fp8":
         return f"layers are cut (tp = {layout.tp}, cp = {layout.cp}), and their matmuls are in fp8"
-    if _splits(layout):
-        return f"{layout.schedule} splits their backward"
-    if layout.recompute == "full":
-        return "they are recomputed in full"
+    if _splits(layout) and job.precision == "fp8":
+        return f"{layout.schedule} splits their backward, and their matmuls are in fp8"
+    if layout.recompute == "full" and (job.precision == "fp8" or _splits(layout)):
+        return "they are recomputed in full, " + ("in fp8" if job.precision == "fp8" else "and their backward is split")
     if job.precision == "fp8" and training.fp8_scaling != "tensor":
         return f"fp8 has a scale per {training.fp8_scaling}"
     if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):

@@ -132,7 +132,7 @@ def _rounds(request: Request) -> Iterator[list[Layout]]:
             if layout is not None and supported.layout_problem(request.job, layout, request.training) is None
         ]
     saving = request.layout.model_copy(
-        update={"recompute": "full", "zero": 3 if request.layout.data_ranks > 1 else 0, "mbs": 1}
+        update={"recompute": "full", "recompute_layers": None, "zero": 3 if request.layout.data_ranks > 1 else 0, "mbs": 1}
     )
     yield list(islice(supported.alternatives(request.job, saving, request.training), MAX_ALTERNATIVES))
 
@@ -146,6 +146,8 @@ def _changes(request: Request) -> Iterator[dict[str, Any]]:
         yield {"mbs": mbs}
     stronger = {"none": ("selective", "full"), "selective": ("full",), "full": ()}
     yield from ({"recompute": word} for word in stronger[layout.recompute])
+    if layout.recompute_layers:
+        yield {"recompute_layers": None}
     if layout.data_ranks > 1:
         yield from ({"zero": level} for level in range(layout.zero + 1, 4))
     if layout.keep_gathered:

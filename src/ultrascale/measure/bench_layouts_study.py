@@ -196,7 +196,7 @@ def study_name(base: Request, device: str) -> str:
 
 
 def _waiting(layout: Layout) -> FrozenTrial:
-    params = {name: value or 0 if name == "zero_shards" else value for name, value in layout.model_dump().items()}
+    params = {name: 0 if value is None else value for name, value in layout.model_dump().items()}
     distributions = {name: _distribution(name) for name in params}
     return optuna.create_trial(state=TrialState.WAITING, params=params, distributions=distributions)
 
@@ -206,11 +206,12 @@ def _distribution(name: str) -> BaseDistribution:
         return CategoricalDistribution(CHOICES[name])
     if Layout.model_fields[name].annotation is bool:
         return CategoricalDistribution((False, True))
-    return IntDistribution(0, 2**30)  # zero_shards 0 means all
+    return IntDistribution(0, 2**30)  # 0 means all of zero_shards and recompute_layers
 
 
 def _layout(trial: FrozenTrial) -> Layout:
-    return Layout(**{**trial.params, "zero_shards": trial.params["zero_shards"] or None})
+    # Older studies do not have every field.
+    return Layout(**trial.params | {name: trial.params.get(name) or None for name in ("zero_shards", "recompute_layers")})
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:

@@ -19,7 +19,7 @@ from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
-from ultrascale.cost.memory.states import accumulates_nothing
+from ultrascale.cost.memory.states import accumulates_nothing, uses_fused_blocks
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
@@ -331,8 +331,12 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later parts of the sequence attend to more of it
         scores *= (2 * place.cp + 1) / layout.cp
     total = 3 * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
-    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
-        count = float(np.broadcast_to(layers, layout.pp)[stage])
+    fused = bool(uses_fused_blocks(job, row)[0])
+    for layers, kept, moe in (
+        (share.dense_layers, share.kept_dense_layers, False),
+        (share.moe_layers, share.kept_moe_layers, True),
+    ):
+        count, recomputed = (float(np.broadcast_to(each, layout.pp)[stage]) for each in (layers, layers - kept))
         if not count:
             continue
         matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, moe)}
@@ -341,7 +345,9 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         again = 0.0
         if layout.recompute == "full":
             again = sum(matmuls.values()) + scores - (0.0 if moe else matmuls.get("mlp down", 0.0))
-        elif layout.recompute == "selective":
-            again = matmuls.get("shared expert down", 0.0) if moe else 0.0
-        total += count * (3 * (sum(matmuls.values()) + scores) + again)
+        elif layout.recompute == "selective" and moe:
+            again = matmuls.get("shared expert down", 0.0)
+        elif layout.recompute == "selective" and fused and job.precision != "fp8":
+            again = matmuls["mlp up"]
+        total += 3 * count * (sum(matmuls.values()) + scores) + recomputed * again
     return total * layout.gas

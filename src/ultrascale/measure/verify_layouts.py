@@ -53,6 +53,7 @@ def _layouts_of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layo
             fields: dict[str, Any] = {"schedule": schedule, "virtual_stages": REGISTRY[schedule].least_stages}
             fields |= {"context_parallel": context, "sequence_parallel": sp, "recompute": recompute, "data_parallel": variant}
             fields |= {"zero_shards": dp * cp // 2 if hsdp else None, "keep_gathered": zero == 3 and turn % 5 == 0}
+            fields["recompute_layers"] = 1 if recompute != "none" and turn % 2 else None
             layout = _with_batch(job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, **fields))
             if variant == "ddp" and layout_problem(job, layout, Training()) is not None:
                 layout = layout.model_copy(update={"data_parallel": "bucketed"})

@@ -372,9 +372,11 @@ def _simpler_launch(launch: Launch) -> Iterator[dict[str, Any]]:
         if getattr(launch, name) != value:
             yield {name: value}
     plain = Layout()
-    for name in ("ep", "zero", "recompute", "offload", "zero_shards", "keep_gathered", "data_parallel", "context_parallel"):
+    names = ("ep", "zero", "recompute_layers", "recompute", "offload", "zero_shards", "keep_gathered", "data_parallel")
+    for name in (*names, "context_parallel"):
         if getattr(layout, name) != getattr(plain, name):
-            yield {"layout": layout.model_copy(update={name: getattr(plain, name)})}
+            other = {"recompute_layers": None} if name == "recompute" else {}
+            yield {"layout": layout.model_copy(update={name: getattr(plain, name), **other})}
 
 
 def _without(layout: Layout, axis: str) -> Layout:

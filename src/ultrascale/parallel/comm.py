@@ -161,19 +161,24 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Ten
     if axis.size == 1:
         return completed(x, axis)
     x = x.contiguous()
-    whole = x.new_empty(axis.size * x.numel())
+    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
     with comm_range(axis.name, "all_gather"):
-        work = _gather_into(whole, x.view(-1), group=axis.group, async_op=True)
-    return AsyncCollective("all_gather", _works(work), axis, [x], lambda: _join(whole.view(axis.size, *x.shape), dim % x.dim()))
+        work = _gather_into(whole, x, group=axis.group, async_op=True)
+    dim %= x.dim()
+    return AsyncCollective(
+        "all_gather", _works(work), axis, [x], lambda: whole if dim == 0 else _join(whole.view(axis.size, *x.shape), dim)
+    )
 
 
-def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Tensor]:
+def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> AsyncCollective[Tensor]:
+    """`out`: contiguous memory for the result; else new memory."""
     if axis.size == 1:
         return completed(x, axis)
-    parts = _split(x, axis, dim % x.dim())
-    own = torch.empty_like(parts[0])
+    dim %= x.dim()
+    parts = x.contiguous() if dim == 0 else _split(x, axis, dim).flatten(0, 1)
+    own = parts.new_empty(len(parts) // axis.size, *parts.shape[1:]) if out is None else out
     with comm_range(axis.name, "reduce_scatter"):
-        work = _scatter_into(own.view(-1), parts.view(-1), group=axis.group, async_op=True)
+        work = _scatter_into(own, parts, group=axis.group, async_op=True)
     return AsyncCollective("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ultrascale.kernels.deferred import add_gradient
 from ultrascale.model.moe import Experts, MixtureOfExperts, grouped_gemms, grouped_weight_grad
 
 Sorted = tuple[Tensor, Tensor]
@@ -147,11 +148,3 @@ def _add_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor, parameter: Ten
         add_gradient(parameter, grouped_weight_grad(grad, x, counts).view(parameter.shape))
 
     return run
-
-
-def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Accumulates a gradient that was computed outside autograd."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient

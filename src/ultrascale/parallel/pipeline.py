@@ -15,10 +15,10 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.parallel.comm import WaitClock, comm_range, profile_range
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.tensor import DeferredWeightGrads
 from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.schedules import Action, ActionKind, Schedule
 

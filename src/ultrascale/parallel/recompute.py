@@ -1,7 +1,8 @@
 """Activation recomputation: what a block drops after its forward and recomputes in backward.
 
 Full saves only a block's input. Selective saves what is expensive, the outputs of GEMMs and attention, and recomputes norms,
-rotary embeddings and gates. The cost model is cost/memory/activations.py.
+rotary embeddings and gates; in fused blocks, which never save those, the outputs of gate and up. The cost model is
+cost/memory/activations.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ from torch.utils.checkpoint import (
 
 from ultrascale.kernels import flash
 from ultrascale.kernels.compile import checkpointed_from_outside
+from ultrascale.kernels.fused import FusedBlock
+from ultrascale.kernels.recompute_cache import RecomputeRegion
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import MLP, Block, Transformer
-from ultrascale.parallel.recompute_cache import RecomputeRegion
 from ultrascale.parallel.tensor import RowParallelLinear
 from ultrascale.parallel.torch_private import TorchDispatchMode
 from ultrascale.specs.layout import Recompute
@@ -56,7 +59,7 @@ class _SavedOpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     FSDP2 gathers experts within a region, with other operators in backward than in forward, which torch would report as a
     region that differs between the two passes. `region`: GEMMs whose output is cached after its collective
-    (parallel/recompute_cache.py) are not saved again.
+    (kernels/recompute_cache.py) are not saved again.
     """
 
     def __init__(self, mode: Any, region: RecomputeRegion | None = None) -> None:
@@ -73,13 +76,21 @@ class _SavedOpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.mode.__torch_dispatch__(func, types, args, kwargs)
 
 
-def apply(model: Transformer, policy: Recompute, compiled: bool = False) -> None:
-    """Wraps the forward of every block; names and modules stay. Blocks that will be compiled must be wrapped alike."""
+def apply(model: Transformer, policy: Recompute, layers: int | None = None, compiled: bool = False) -> None:
+    """Wraps the forward of the first blocks, or of all; names and modules stay. Blocks that will be compiled must be wrapped
+    alike.
+    """
     if policy == "none":
         return
-    for block in model.each_block():
+    for block in islice(model.each_block(), layers):
         # There is no dropout: no RNG state needs to be restored.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if isinstance(block, FusedBlock):
+            block.saves_both = policy != "selective"
+            if policy == "full":
+                options["context_fn"] = partial(_parallel_contexts, None)
+                block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]
+            continue
         parallel = isinstance(block.attention.out, RowParallelLinear)
         if parallel and isinstance(last := _last(block.mlp), RowParallelLinear):
             last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"

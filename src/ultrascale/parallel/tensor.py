@@ -10,47 +10,28 @@ model is cost/communication.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ultrascale.kernels.deferred import DeferredWeightGrads, add_gradient
 from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
+from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
-from ultrascale.parallel.expert_layer import ParallelExperts, add_gradient
+from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh, Shard
-from ultrascale.parallel.recompute_cache import cache_across_recompute
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 BATCH = 0  # slices gathered along this dimension stay in the order of ranks, as they arrive: nothing is copied
 
 SINGLE_RANK = Axis("alone", None, 0, 1, (0,))
 Result = Literal["saved", "recomputed", "unused"]
-
-
-@dataclass
-class DeferredWeightGrads:
-    """A queue of weight gradients: while `open`, backward pushes functions that compute them instead of computing them."""
-
-    used: bool
-    """whether the schedule splits its backward"""
-    open: bool = False
-    pending: list[Callable[[], None]] = field(default_factory=list)
-
-    def push(self, run: Callable[[], None]) -> bool:
-        """Queues a weight gradient if open. Returns False if the caller must compute it now."""
-        if self.open:
-            self.pending.append(run)
-        return self.open
-
-    def pop(self) -> list[Callable[[], None]]:
-        pending, self.pending = self.pending, []
-        return pending
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrascale.cost import engines
-from ultrascale.cost.estimate import estimate, memory_limit_gib
+from ultrascale.cost.estimate import MIN_FIT, estimate, memory_limit_gib
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.specs.engine import OWN_ENGINE
@@ -21,7 +21,6 @@ from ultrascale.specs.units import GIB, seconds
 
 MOST_GPUS = 2**17
 IDEALISED = "playbook"  # the engine that runs every legal layout
-MIN_FIT = 0.9  # the least probability to fit of a layout that is recommended
 LAYOUTS_PER_CHANGE = 8  # layouts of a change: those that fit by closed forms may be just over the edge
 NEARBY = 0.10  # a batch this much larger or smaller is worth a word
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ultrascale.cost.columns import NAMES, Array, LayoutColumns, encode
+from ultrascale.cost.columns import Array, LayoutColumns, encode
 from ultrascale.cost.table import Table
 from ultrascale.schedules import DEFAULT_SCHEDULE
 from ultrascale.specs.layout import Layout
@@ -48,8 +48,7 @@ class AlternativeLayouts:
         """Of each kind a few, best first by closed forms; a kind that no layout has is left out."""
         if not self._rows:
             return {}
-        columns = {name: np.concatenate([getattr(part, name) for part in self._rows]) for name in NAMES}
-        rows = LayoutColumns.from_mapping(columns)
+        rows = LayoutColumns.joined(self._rows)
         step_s, peak = np.concatenate(self._step_s), np.concatenate(self._peak_bytes)
         slower = step_s / self.fastest_s
         kinds = {

@@ -19,6 +19,7 @@ from ultrascale.cost import engines
 from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
+from ultrascale.cost.recompute import AUTO
 from ultrascale.cost.table import ScheduleVariant, SearchTable
 from ultrascale.plan.alternatives import LEAST_MEMORY_MAX_SLOWDOWN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
@@ -38,6 +39,7 @@ DISABLED_VALUES: dict[str, Any] = {
     "keep_gathered": False,
     "sequence_parallel": False,
     "recompute": "none",
+    "recompute_layers": None,
     "offload": "none",
     "schedule": DEFAULT_SCHEDULE,
 }
@@ -71,6 +73,8 @@ class LayoutConstraints:
         fixed: dict[str, Any] = {}
         for text in _words(fix, "--fix"):
             name, text = _pair(text, "--fix")
+            if (name, text.strip()) == ("recompute", AUTO):
+                continue  # what the search does
             value = field_value(name, text)
             if fixed.setdefault(name, value) != value:
                 raise SpecError(
@@ -205,10 +209,10 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
     axes = (
         tuple(batches),
         tuple(_shardings(job, constraints, base)),
+        tuple(_recomputations(constraints)),
         *(
             tuple((word,) for word in words)
             for words in (
-                constraints.among("recompute", CHOICES["recompute"]),
                 _context_methods(job, constraints, base),
                 constraints.among("sequence_parallel", _sequence(job, base)),
                 constraints.among("data_parallel", ["bucketed"]),
@@ -226,7 +230,7 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
 _AXES = (
     ("mbs", "gas"),
     ("zero", "zero_shards", "keep_gathered"),
-    ("recompute",),
+    ("recompute", "recompute_layers"),
     ("context_parallel",),
     ("sequence_parallel",),
     ("data_parallel",),
@@ -261,6 +265,13 @@ def _shardings(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -
             keeps = constraints.among("keep_gathered", [False, True] if level == 3 else [False])
             found += [(level, shards, keep) for keep in keeps]
     return found
+
+
+def _recomputations(constraints: LayoutConstraints) -> list[tuple[Any, ...]]:
+    """Policies, in all layers unless the user fixed how many: `search` takes those back that need not recompute."""
+    layers = constraints.among("recompute_layers", [None])
+    policies = constraints.among("recompute", CHOICES["recompute"])
+    return [(policy, each) for policy in policies for each in layers if policy != "none" or each is None]
 
 
 def _context_methods(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> list[str]:
@@ -393,7 +404,7 @@ def rank(
             rows.append(cells.layouts(core, variant))
             scores = np.concatenate([scores, score[core, variant]])
     best = np.argsort(scores, kind="stable")[:keep]
-    found = LayoutColumns.from_mapping({name: np.concatenate([getattr(part, name) for part in rows])[best] for name in NAMES})
+    found = LayoutColumns.joined(rows).take(best)
     weight = job.cluster.gpus if objective == "cost" else 1.0
     return RankedLayouts(job, found, (weight * scores[best]).tolist(), legal, fitting, alternatives)
 

@@ -68,6 +68,8 @@ def _dependent_changes(job: Job, values: dict[str, Any]) -> Iterator[tuple[str, 
         yield "zero_shards", None
     if values["zero"] != 3:
         yield "keep_gathered", False
+    if values["recompute"] == "none" or (values["recompute_layers"] or 0) * pp * loops > job.model.layers:
+        yield "recompute_layers", None
 
 
 def _steps(job: Job, layout: Layout) -> Iterator[dict[str, Any]]:

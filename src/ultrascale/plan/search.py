@@ -11,8 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale.cost.estimate import DraftEstimate, MemoryDraft, add_times, full_estimate, memory_drafts, memory_limit_gib
+from ultrascale.cost.estimate import (
+    MIN_FIT,
+    DraftEstimate,
+    MemoryDraft,
+    add_times,
+    full_estimate,
+    memory_drafts,
+    memory_drafts_of_jobs,
+    memory_limit_gib,
+)
 from ultrascale.cost.legality import check
+from ultrascale.cost.recompute import fewest_recomputed
 from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
 from ultrascale.specs.errors import SpecError, divisors, nearest
@@ -75,7 +85,7 @@ def plan(
     objective: Objective = "throughput",
     fix: Sequence[str] = (),
     forbid: Sequence[str] = (),
-    min_fit: float = advice.MIN_FIT,
+    min_fit: float = MIN_FIT,
     min_free_gib: float = 0.0,
     explain: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -123,7 +133,7 @@ def plan(
         check(job, shown[0].layout)  # constraints may contradict each other beyond what candidates know
         preview(shown)
     say(f"simulating the best of {evaluated:,}")
-    simulated = _simulate(best, top, limit_gib)
+    simulated = _simulate(best, top, limit_gib, objective != "memory" and "recompute" not in constraints.fixed)
     simulated.sort(key=lambda draft: _score(draft, objective))
     rows = _rows(simulated)[:top]
     plans = [_planned(row[0]) for row in rows]
@@ -179,11 +189,12 @@ def best_plan(job: Job, constraints: LayoutConstraints) -> Plan | None:
     """The first plan of `plan`, without reasons. None if nothing fits."""
     job, _ = advice.runnable_job(job)
     job, _ = advice.reachable_batch(job, constraints)
-    for limit_gib in (memory_limit_gib(job, advice.MIN_FIT, 0.0), job.cluster.gpu.memory_gib):
+    for limit_gib in (memory_limit_gib(job, MIN_FIT, 0.0), job.cluster.gpu.memory_gib):
         ranked = rank(job, constraints, "throughput", SIMULATED_AT_LEAST, limit_gib * GIB)
         if ranked.score:
             best = [(score, ranked, row) for row, score in enumerate(ranked.score)]
-            return _planned(min(_simulate(best, 1, limit_gib), key=lambda draft: _score(draft, "throughput")))
+            simulated = _simulate(best, 1, limit_gib, "recompute" not in constraints.fixed)
+            return _planned(min(simulated, key=lambda draft: _score(draft, "throughput")))
     return None
 
 
@@ -212,13 +223,16 @@ def _ranked(
     found = []
     for job in jobs:
         say(f"searching {job.cluster.label}")
-        found.append(rank(job, constraints, objective, max(4 * top, KEPT_AT_LEAST), limit_gib * GIB, with_alternatives))
+        keep = max(4 * top, KEPT_AT_LEAST)
+        found.append(rank(job, constraints, objective, keep, limit_gib * GIB, with_alternatives))
     return found
 
 
-def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib: float) -> list[DraftEstimate]:
+def _simulate(
+    best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib: float, recomputes_less: bool
+) -> list[DraftEstimate]:
     """The first that fit by the exact count, at least `top` that differ in more than virtual stages, all in one simulation;
-    those that do not fit, if none does.
+    those that do not fit, if none does. `recomputes_less`: those that recompute do so in no more layers than they must.
     """
     candidates = _limit_variants(best)
     fitting: list[MemoryDraft] = []
@@ -228,15 +242,15 @@ def _simulate(best: list[tuple[float, RankedLayouts, int]], top: int, limit_gib:
         count = max(top - rows, SIMULATED_AT_LEAST - len(fitting))
         if count <= 0:
             break
-        for found in _memory_drafts(candidates[:count]):
+        for found in memory_drafts_of_jobs(candidates[:count]):
             (fitting if found.peak_gib <= limit_gib else over).append(found)
         candidates = candidates[count:]
-    return add_times(fitting or over)
+    return add_times((fewest_recomputed(fitting, limit_gib) if recomputes_less else fitting) or over)
 
 
 def _row_key(job: Job, layout: Layout) -> tuple[object, ...]:
-    """Layouts with the same key differ in virtual stages alone."""
-    return (job.cluster.gpus, *(value for name, value in layout if name != "virtual_stages"))
+    """Layouts with the same key differ in virtual stages alone, and in the layers of each that recompute."""
+    return (job.cluster.gpus, *(value for name, value in layout if name not in ("virtual_stages", "recompute_layers")))
 
 
 def _limit_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Job, Layout]]:
@@ -264,15 +278,6 @@ def _rows(simulated: list[DraftEstimate]) -> list[list[DraftEstimate]]:
     for draft in simulated:
         rows.setdefault(_row_key(draft.view.job, draft.view.layout), []).append(draft)
     return list(rows.values())
-
-
-def _memory_drafts(layouts: list[tuple[Job, Layout]]) -> list[MemoryDraft]:
-    """In the order given; those of one cluster together."""
-    found: dict[int, MemoryDraft] = {}
-    for job in {id(job): job for job, _ in layouts}.values():
-        numbers = [number for number, (one, _) in enumerate(layouts) if one is job]
-        found.update(zip(numbers, memory_drafts(job, [layouts[number][1] for number in numbers]), strict=True))
-    return [found[number] for number in range(len(layouts))]
 
 
 def _score(predicted: DraftEstimate, objective: Objective) -> tuple[float, ...]:

@@ -144,7 +144,8 @@ def _layout_cells(x: Layout, wide: bool, virtual_stages: list[int]) -> list[str]
     schedule = x.schedule + (f"·v{x.virtual_stages}" if x.virtual_stages > 1 else "") + also if x.pp > 1 else "–"
     cp = f"{x.cp} {x.context_parallel}" if x.cp > 1 else "1"
     ep = f"{x.ep} {x.dispatcher}" if x.ep > 1 else "1"
-    recompute = x.recompute + (f", {x.offload} offload" if x.offload != "none" else "")
+    recompute = x.recompute + (f"·{x.recompute_layers}" if x.recompute_layers else "")
+    recompute += f", {x.offload} offload" if x.offload != "none" else ""
     return [str(cell) for cell in (x.dp, x.tp, x.pp, cp, ep, zero, x.mbs, x.gas, schedule, recompute)]
 
 

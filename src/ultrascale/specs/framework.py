@@ -46,7 +46,7 @@ class Framework(BaseModel):
         "softmax, then gradient (Megatron's unfused); fp32: each is written out and kept; "
         "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
         "chunked: an eighth of the logits at a time; "
-        "at-once: 4096 tokens at a time, gradients of hidden states and head made with the loss and kept instead",
+        "at-once: 4096 tokens at a time (times tp), gradients of hidden states and head made with the loss and kept instead",
     )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"

@@ -52,6 +52,14 @@ class Layout(FrozenSpec):
     mbs: int = Field(1, ge=1, le=2**20, strict=True, description="micro-batch: sequences in one forward pass")
     gas: int = Field(1, ge=1, le=2**30, strict=True, description="micro-batches accumulated (or pipelined) in one step")
     recompute: Recompute = Field("none", description="activations computed again in backward")
+    recompute_layers: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        strict=True,
+        examples=[8],
+        description="of each pipeline stage, its first layers that recompute; null: all",
+    )
     offload: Offload = Field("none", description="optimizer: its states and step on the host; parameters: those too")
     dispatcher: Dispatcher = Field(
         "alltoall",
@@ -94,7 +102,7 @@ class Layout(FrozenSpec):
             words.append(self.data_parallel)
         words.append(f"mbs{self.mbs}·gas{self.gas}")
         if self.recompute != "none":
-            words.append(f"{self.recompute} recompute")
+            words.append(f"{self.recompute} recompute" + (f"·{self.recompute_layers}" if self.recompute_layers else ""))
         if self.offload != "none":
             words.append(f"{self.offload} offload")
         if self.keep_gathered:

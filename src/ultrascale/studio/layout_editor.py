@@ -21,6 +21,7 @@ LABELS = {
     "zero_shards": "HSDP shards",
     "keep_gathered": "no reshard",
     "recompute": "recompute",
+    "recompute_layers": "recompute layers",
     "schedule": "schedule",
     "virtual_stages": "virtual stages",
     "context_parallel": "context parallel",
@@ -126,6 +127,8 @@ def _options(name: str, job: Job) -> list[Any]:
         return sorted({*range(1, 9), *divisors(job.model.layers)})
     if name == "zero_shards":
         return [None, *(value for value in divisors(job.cluster.gpus) if 1 < value < job.cluster.gpus)]
+    if name == "recompute_layers":
+        return [None, *range(1, job.model.layers)]
     annotation = Layout.model_fields[name].annotation
     return [False, True] if annotation is bool else list(get_args(annotation))
 

@@ -124,7 +124,8 @@ def layout_cells(layout: Layout) -> dict[str, str]:
     zero = [str(layout.zero)]
     zero += [f"HSDP {layout.zero_shards}"] if layout.zero_shards else []
     zero += ["no reshard"] if layout.keep_gathered else []
-    again: list[str] = [layout.recompute] if layout.recompute != "none" else []
+    some = f", {layout.recompute_layers} layers" if layout.recompute_layers else ""
+    again: list[str] = [layout.recompute + some] if layout.recompute != "none" else []
     again += [f"{layout.offload} offload"] if layout.offload != "none" else []
     return {
         **{name: str(getattr(layout, name)) for name in ("dp", "tp", "pp", "mbs", "gas")},

@@ -14,14 +14,14 @@ from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.stages import chunk_layers
 from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
+from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer, full_weight
-from ultrascale.parallel import context, expert, fused_block, recompute, tensor, zero
+from ultrascale.parallel import context, expert, fused_block, recompute, tensor, vocab_loss, zero
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
-from ultrascale.parallel.tensor import DeferredWeightGrads
 from ultrascale.parallel.torch_private import unset_fake_temporarily
 from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.schedules import DEFAULT_SCHEDULE, ActionKind, Schedule
@@ -100,13 +100,15 @@ def _chunk(
         expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused and mesh.tp.size > 1:
-            fused_block.apply(module, mesh.tp)
+            fused_block.apply(module, mesh.tp, deferred)
         elif own.fused:
-            fused.apply(module)
-        else:
-            # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
-            recompute.apply(module, layout.recompute, own.compiled)
-        if own.loss:
+            fused.apply(module, deferred)
+        # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
+        if not (own.fused and job.precision == "fp8"):  # whose fused blocks save little in any case
+            recompute.apply(module, layout.recompute, layout.recompute_layers, own.compiled)
+        if own.loss and mesh.tp.size > 1:
+            vocab_loss.apply(module, mesh.tp, layout.sequence_parallel)
+        elif own.loss:
             loss.apply(module)
         if job.precision == "fp8":
             float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device)

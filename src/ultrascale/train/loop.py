@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.cost import flops
+from ultrascale.cost.stages import recomputed_fraction
 from ultrascale.parallel.comm import profile_range
 from ultrascale.parallel.data import BucketedGrads
 from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, MeasuredTime, Measurement
@@ -195,7 +196,7 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
     step_s = statistics.median(warm)
     tokens = layout.batch_tokens(job.seq)
     rate = tokens / step_s
-    per_token = flops.model_flops(job.model, job.seq)
+    per_token, again = flops.model_flops(job.model, job.seq), recomputed_fraction(job, layout)
     stages = _stages(everyone)
     fullest = max(stages, key=lambda stage: stage.memory.total)
     on_cpu = mesh.device.type == "cpu"
@@ -210,9 +211,9 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         tokens_per_s=rate,
         tokens_per_s_per_gpu=rate / layout.gpus,
         mfu=utilisation(per_token),
-        hfu=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention)),
+        hfu=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, False, again)),
         mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
-        hfu_causal=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal=True)),
+        hfu_causal=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, True, again)),
         model_tflops_per_gpu=rate / layout.gpus * per_token / 1e12,
         peak_gib=fullest.memory.total / GIB,
         capacity_gib=job.cluster.gpu.memory_gib,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ultrascale.cost.recompute import AUTO, fastest_recompute
 from ultrascale.data import corpora
 from ultrascale.data.digest import Report, data_digest
 from ultrascale.kernels.selection import left_in_bf16
@@ -45,10 +46,13 @@ class Overrides:
     train: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    auto_recompute: bool = False
+    """layout.recompute=auto: as little as fits"""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Overrides:
         found: dict[str, dict[str, Any]] = {section: {} for section in _PARSERS}
+        auto = False
         for word in words:
             name, equals, text = word.partition("=")
             section, dot, key = name.strip().partition(".")
@@ -58,8 +62,11 @@ class Overrides:
                 )
             if section not in found:
                 raise SpecError(f"{shown(word)} names no section of a run: {nearest(section, found)}, such as layout.tp=2")
-            found[section][key] = _PARSERS[section](key, text)
-        return cls(**found)
+            if (section, key, text.strip()) == ("layout", "recompute", AUTO):
+                auto = True
+            else:
+                found[section][key] = _PARSERS[section](key, text)
+        return cls(**found, auto_recompute=auto)
 
 
 def _job_value(key: str, text: str) -> Any:
@@ -258,6 +265,8 @@ def from_model(model: Model, overrides: Overrides, world: int, precision: str = 
         },
         "job",
     )
+    if overrides.auto_recompute:
+        raise SpecError("layout.recompute is auto but without a plan no GPU sets a limit: try recompute=selective, or a plan")
     fixed = overrides.layout
     if "batch_tokens" not in overrides.job and "gas" in fixed:
         # With both given, they set the batch. With gas alone, the batch stays if some micro-batch size gives it.
@@ -285,6 +294,8 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
         follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
     layout = layout.changed(**_batch(job, layout, fixed, base == Layout()))
+    if overrides.auto_recompute and layout.gpus == world:
+        layout = fastest_recompute(job, layout)
     changed = {name: value for name, value in layout.model_dump().items() if value != getattr(base, name) and name not in fixed}
     if changed and base != Layout():
         notes.append("to fit: " + ", ".join(f"layout.{name}={value}" for name, value in changed.items()))

@@ -159,17 +159,36 @@ def test_head_that_computes_its_gradients_in_forward() -> None:
     assert few.peak[0] - few.saved[0] == 1024 * 8192 + 2 * 525_336_576
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_chunked_head_over_a_cut_vocabulary(sequence_parallel: bool) -> None:
+    """tp 8, 8 sequences of 8192: chunks of 8·4096 tokens, with as many logits on a rank as 4096 tokens have without tp.
+
+    With sequence parallelism hidden states are an eighth; those of both chunks are gathered, and the first chunk's gradients
+    are not scattered yet.
+    """
+    of = make_job("llama-3-8b", "64xh100", 8192, framework=Framework(loss="at-once"))
+    head = activations.head(of, LayoutColumns.of([Layout(tp=8, mbs=8, sequence_parallel=sequence_parallel)]))
+    tokens, residual = 65_536, 65_536 * 8192 / (8 if sequence_parallel else 1)
+    assert head.saved[0] == 2 * residual + 8 * tokens + 4 * 525_336_576 / 8
+    gathered = (tokens + 32_768) * 8192 if sequence_parallel else 0
+    assert head.forward[0] == head.peak[0] == head.saved[0] + residual + 2 * 525_336_576 + gathered
+
+
 @pytest.mark.parametrize(
     ("fields", "layout"),
-    [({}, {"tp": 8}), ({}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}), ({"precision": "fp16"}, {})],
+    [
+        ({}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}),
+        ({"precision": "fp16"}, {}),
+        ({"precision": "fp16"}, {"tp": 8}),
+    ],
     ids=str,
 )
 def test_layouts_whose_loss_is_not_chunked(fields: dict[str, str], layout: dict[str, object]) -> None:
-    """Over a cut vocabulary and before a split backward the loss is plain operators'; fp16 has a compiled graph of it, which
-    keeps the logits and writes their gradient over them.
+    """Before a split backward and over a cut vocabulary in fp16 the loss is plain operators'; whole, fp16 has a compiled graph
+    of it, which keeps the logits and writes their gradient over them.
     """
     columns = LayoutColumns.of([Layout(**layout)])
-    plain = Framework(loss="overwritten" if fields else "log-softmax")
+    plain = Framework(loss="overwritten" if fields and not layout else "log-softmax")
     whole = activations.head(make_job("llama-3-8b", "64xh100", 8192, framework=plain, **fields), columns)
     at_once = activations.head(make_job("llama-3-8b", "64xh100", 8192, framework=Framework(loss="at-once"), **fields), columns)
     assert (at_once.saved[0], at_once.peak[0]) == (whole.saved[0], whole.peak[0])

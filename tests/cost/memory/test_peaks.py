@@ -293,20 +293,21 @@ def test_the_worked_example_of_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("shape", "mbs", "recompute", "measured"),
     [
-        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "none", 44.50),
-        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "selective", 44.50),
-        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "full", 23.12),
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "none", 44.51),
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "selective", 29.51),
+        ({"layers": 16, "hidden": 2048, "heads": 32, "head_dim": 64}, 8, "full", 22.88),
         ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, "none", 69.42),
-        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, "full", 48.40),
+        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, "selective", 55.45),
+        ({"layers": 28, "hidden": 3072, "heads": 24, "head_dim": 128}, 4, "full", 48.24),
     ],
-    ids=["1b", "1b selective", "1b full", "3b", "3b full"],
+    ids=["1b", "1b selective", "1b full", "3b", "3b selective", "3b full"],
 )
 def test_peaks_measured_on_one_gpu(shape: dict[str, int], mbs: int, recompute: str, measured: float) -> None:
     model = Model(name="untied", ffn=8192, kv_heads=8, vocab=128_256, **shape)
     cluster, engine = Cluster.load("1xh200"), Framework.load("ultrascale")
     job = Job(model=model, cluster=cluster, seq=4096, batch_tokens=mbs * 4096, framework=engine)
     memory = estimate(job, Layout(mbs=mbs, recompute=recompute)).memory[0].memory
-    assert (memory.total - memory.runtime) / GIB == pytest.approx(measured, rel=0.035)
+    assert (memory.total - memory.runtime) / GIB == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(

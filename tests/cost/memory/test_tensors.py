@@ -32,9 +32,11 @@ SMALL = Model(name="small", kv_heads=2, ffn=1536, **SHAPE)
 EXPERTS = Model(name="experts", kv_heads=2, ffn=0, moe=MoE(experts=8, top_k=2, expert_ffn=512), **SHAPE)
 
 
-def predict(layout: Layout, stage: int = 0, model: Model = SMALL, imbalance: float = 1.0) -> Memory:
+def predict(
+    layout: Layout, stage: int = 0, model: Model = SMALL, imbalance: float = 1.0, engine: str = "ultrascale-eager"
+) -> Memory:
     cluster = Cluster.from_mapping({"gpu": "h100", "gpus": layout.gpus, "efficiency": {"expert_imbalance": imbalance}})
-    framework = Framework.load("ultrascale-eager")
+    framework = Framework.load(engine)
     job = Job(model=model, cluster=cluster, seq=1024, batch_tokens=layout.batch_tokens(1024), framework=framework)
     return estimate(job, layout).memory[stage].memory
 
@@ -115,6 +117,18 @@ def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
     cut = predict(Layout(pp=2, tp=2, gas=4, schedule="zero-bubble"))
     waiting = 2 * (2 * LAYER / 2 + ANGLES + R / 2)
     assert cut.activations == waiting + 2 * (R - R / 2) + R / 2 + R / 2 + R + 4 * W / 2  # and the gradient that came
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_fused_block_keeps_slices_for_deferred_weight_gradients(tp: int) -> None:
+    """Zero-bubble, fused, the gate of the second layer in backward. The first keeps its gate's output and two output gradients
+    beyond what it had saved, whose places norm outputs and other gradients took; the second has its output gradient and four W,
+    and with tp 2 that gradient gathered.
+    """
+    memory = predict(Layout(pp=2, tp=tp, gas=4, schedule="zero-bubble"), engine="ultrascale")
+    saved = 4 * R + R // 2 + 4 * 8 * 1024 + 2 * W
+    in_flight = 2 * (2 * saved / tp + ANGLES + R / tp)
+    assert memory.activations == in_flight + (2 * R + W) / tp + (R + 4 * W) / tp + (R if tp > 1 else 0)
 
 
 def test_expert_gradients_are_stacked_while_their_parts_are_live() -> None:

@@ -43,8 +43,14 @@ class LayerActivations:
         """Live again while the layer is in backward."""
         return np.asarray(self.whole - self.total)
 
+    @cached_property
+    def fused(self) -> Array:
+        """What a fused block saves, or has again when it is recomputed."""
+        return np.asarray(sum(size for name, size in self.modules.items() if name not in _CHEAP))
 
-def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
+
+def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) -> LayerActivations:
+    """`recomputes` False: a layer that recomputes nothing though others do."""
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
     residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
@@ -64,7 +70,7 @@ def layer(job: Job, columns: LayoutColumns, moe: bool) -> LayerActivations:
     split = columns.split_backward
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
-    kept = _apply_policy(job, columns, modules, residual)
+    kept = _apply_policy(job, columns, modules, residual, recomputes)
     return LayerActivations(kept, modules, np.asarray(gradients))
 
 
@@ -153,8 +159,10 @@ _DROPPED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], residual: Array) -> dict[str, Array]:
-    none, selective = columns.is_("recompute", "none"), columns.is_("recompute", "selective")
+def _apply_policy(
+    job: Job, columns: LayoutColumns, modules: dict[str, Array], residual: Array, recomputes: bool
+) -> dict[str, Array]:
+    full, selective = columns.is_("recompute", "full") & recomputes, columns.is_("recompute", "selective") & recomputes
     dropped = _DROPPED[selective_policy(job)]
     if job.model.mla is not None and dropped is _CHEAP:
         # q, k and v are made again from the latents, by two small matmuls.
@@ -164,9 +172,11 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
     if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
         dropped = (*dropped, "q, k before norm", "shared output")
-    fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy, and nothing else
+    fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy
     plain = selective & ~fused
-    keeps = {name: (none | selective) & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}
+    keeps = {name: ~full & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}
+    if "mlp matmuls" in keeps and job.precision != "fp8":
+        keeps["mlp matmuls"] = keeps["mlp matmuls"] & ~(selective & fused)
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":
         # Every second matmul is computed again; attention's own output is always kept.
@@ -175,7 +185,7 @@ def _apply_policy(job: Job, columns: LayoutColumns, modules: dict[str, Array], r
     if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
         kept["shared expert"] = kept["shared expert"] * np.where(plain, 2 / 3 if job.model.gated else 1 / 2, 1.0)
-    kept["attention norm"] = np.where(columns.is_("recompute", "full"), residual, kept["attention norm"])
+    kept["attention norm"] = np.where(full, residual, kept["attention norm"])
     return kept
 
 
@@ -215,7 +225,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
     }
-    # Where the vocabulary is cut or backward is split, a loss that comes with its gradients is not used: plain operators are.
+    # Where a loss that comes with its gradients is not used, plain operators are.
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
     saved, peak = by_loss[loss]
     backward = norm + b * logits + b * tokens * job.model.hidden if loss == "log-softmax" else np.zeros(len(columns))
@@ -223,19 +233,33 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     plain = HeadActivations(held[0], held[1], held[2], np.asarray(backward))
     if job.framework.loss != "at-once":
         return plain
-    at_once = (columns.tp == 1) & ~columns.split_backward
-    return where(at_once, _head_at_once(job, columns, norm + statistics), plain)
+    return where(chunked_loss(job, columns), _head_at_once(job, columns, norm + statistics), plain)
+
+
+def chunked_loss(job: Job, columns: LayoutColumns) -> Array:
+    """Rows whose loss comes with its gradients; in fp16 only head and loss that are one compiled graph."""
+    fits = job.framework.loss == "at-once"
+    return np.asarray(fits & ~columns.split_backward & ((columns.tp == 1) | (job.precision != "fp16")))
+
+
+def loss_chunk(job: Job, columns: LayoutColumns) -> Array:
+    """Tokens of a chunk: as many logits on every rank, however the vocabulary is cut."""
+    return np.asarray(np.minimum(columns.tokens(job.seq), LOSS_CHUNK * columns.tp))
 
 
 def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivations:
     """A few tokens' logits at a time; the gradients of hidden states (in the count of `norm`) and, in fp32, of the weight stay.
 
-    In forward the norm's output and a chunk's logits stand beside them, in backward both gradients once more as they leave.
+    In forward the norm's output and a chunk's logits stand beside them, with sequence parallelism also hidden states gathered
+    for this chunk and the next, and gradients before they are scattered; in backward both gradients once more as they leave.
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
-    weight = model.vocab * model.hidden
+    weight, chunk = model.vocab * model.hidden / columns.tp, loss_chunk(job, columns)
     saved = norm + FP32 * weight
-    peak = saved + b * (tokens * model.hidden + np.maximum(np.minimum(tokens, LOSS_CHUNK) * model.vocab, weight))
+    residual = b * tokens * model.hidden / columns.sequence_cut
+    gathered = b * model.hidden * (np.minimum(tokens, 2 * LOSS_CHUNK * columns.tp) + chunk)
+    forward = saved + residual + b * chunk * model.vocab / columns.tp + np.where(columns.sequence_cut > 1, gathered, 0.0)
+    peak = np.maximum(forward, saved + residual + b * weight)
     if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
-        saved = peak = norm + b * tokens * model.vocab
-    return HeadActivations(saved, peak, peak, np.zeros(len(columns)))
+        saved = forward = peak = norm + b * tokens * model.vocab
+    return HeadActivations(saved, peak, forward, np.zeros(len(columns)))

@@ -133,6 +133,18 @@ def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """Layers of a chunk that are alike."""
+
+    count: Array
+    moe: bool
+    saved: LayerActivations
+    """by one of them"""
+    done: Array
+    """layers of other kinds whose backward is over before theirs"""
+
+
+@dataclass(frozen=True)
 class ChunkMemory:
     """One rank, or one chunk of it, of every row of a table of layouts."""
 
@@ -162,10 +174,26 @@ class ChunkMemory:
         return states.on_rank(self.job.model, self.columns, self.share, self.shards)
 
     @cached_property
-    def layers(self) -> list[tuple[Array, bool, LayerActivations]]:
-        """How many layers of each kind, whether they are of experts, and what one saves."""
-        kinds = ((self.share.dense_layers, False), (self.share.moe_layers, True))
-        return [(count, moe, activations.layer(self.job, self.columns, moe)) for count, moe in kinds if np.any(count)]
+    def layers(self) -> list[LayerKind]:
+        """In the order of backward: dense layers come first in a model, and in a chunk those that recompute."""
+        share, done = self.share, np.zeros(len(self.columns), dtype=np.int64)
+        found = []
+        for count, moe, recomputes in (
+            (share.kept_moe_layers, True, False),
+            (share.moe_layers - share.kept_moe_layers, True, True),
+            (share.kept_dense_layers, False, False),
+            (share.dense_layers - share.kept_dense_layers, False, True),
+        ):
+            if np.any(count):
+                saved = activations.layer(self.job, self.columns, moe, recomputes)
+                found.append(LayerKind(np.asarray(count), moe, saved, done))
+            done = np.asarray(done + count)
+        return found
+
+    def saved_when_done(self, done: Array) -> Array:
+        """Saved by the layers that are over when `done` of the chunk are through backward."""
+        each = (np.clip(done - kind.done, 0, kind.count) * kind.saved.total for kind in self.layers)
+        return np.asarray(sum(each, np.zeros(len(self.columns))))
 
     @cached_property
     def head(self) -> activations.HeadActivations:
@@ -205,7 +233,7 @@ class ChunkMemory:
     @cached_property
     def saved_layers(self) -> Array:
         """Saved for backward by the chunk's layers for one micro-batch."""
-        return np.asarray(sum((count * layer.total for count, _, layer in self.layers), np.zeros(len(self.columns))))
+        return self.saved_when_done(self.share.layers)
 
     @cached_property
     def saved(self) -> Array:
@@ -226,25 +254,26 @@ class ChunkMemory:
         """Every chunk but the last."""
         return np.asarray((self.columns.pp > 1) & (self.share.head == 0))
 
-    @cached_property
-    def deferred_layers(self) -> Array:
-        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred: what recomputation brought
-        back, and output gradients in the place of the tensors that they were computed from.
+    def deferred_when_done(self, done: Array) -> Array:
+        """Live beyond `saved` in the layers of a micro-batch whose weight gradients are deferred, when `done` of them are
+        through backward: what recomputation brought back, and output gradients in the place of what they were computed from.
 
-        Of a dense layer they are as large, but gathered where sequence parallelism cuts them. Of a layer with experts the
-        router's input is freed and, without a shared expert, the layer's input; of attention what norms and the kernel need.
+        Of a dense layer they are as large, but gathered where sequence parallelism cuts them and the block is not fused. Of a
+        layer with experts the router's input is freed and, without a shared expert, the layer's input; of attention what norms
+        and the kernel need.
         """
-        total = np.zeros(len(self.columns))
-        for count, moe, layer in self.layers:
+        fused, total = states.uses_fused_blocks(self.job, self.columns), np.zeros(len(self.columns))
+        for kind in self.layers:
+            moe, layer = kind.moe, kind.saved
             each = layer.recomputed
             if self.job.framework.exact_memory_trace:
-                change = 2 * (self.full_sequence - self.residual)
+                change = np.where(fused, 0.0, 2 * (self.full_sequence - self.residual))
                 for name in ("q, k before norm", "switched output", "copies of k, v"):
                     change = change - layer.modules.get(name, 0.0)
                 if moe:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
-            total = total + count * each
+            total = total + np.clip(done - kind.done, 0, kind.count) * each
         return np.asarray(total)
 
     @cached_property
@@ -252,7 +281,7 @@ class ChunkMemory:
         """The same of the chunk: what it received stays, what it sent is freed."""
         ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
         there = self.columns.split_backward & self.job.framework.exact_memory_trace
-        return np.asarray(self.deferred_layers + np.where(there, ends, 0.0))
+        return np.asarray(self.deferred_when_done(self.share.layers) + np.where(there, ends, 0.0))
 
     def routed_only(self, moe: bool) -> bool:
         """A layer of experts without a shared one: all its rows have gradients of their own."""

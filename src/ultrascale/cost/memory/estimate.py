@@ -64,6 +64,8 @@ class PeakParts:
     """backward of a layer"""
     split_layer: MemoryPoint
     """the same, its input gradients alone"""
+    weight_grads: MemoryPoint
+    """while deferred weight gradients are computed"""
     loss: MemoryPoint
     kept_loss: Array
     other_chunk: Array
@@ -87,15 +89,18 @@ class PeakParts:
         return np.asarray(self.state.parameters + self.state.master + self.state.optimizer)
 
     @cached_property
-    def _on_top(self) -> tuple[Array, Array]:
-        """The fuller of layer and loss with the allocator's slack; the same where backward is split."""
+    def _on_top(self) -> tuple[Array, Array, Array]:
+        """With the allocator's slack: the backward of a layer; the fuller of the passes of a split one; the loss."""
         slack = 1 + self.slack
-        layer, split, loss = (slack * one.temporary + one.gradients for one in (self.layer, self.split_layer, self.loss))
-        return np.maximum(layer, loss), np.maximum(split, loss)
+        points = self.layer, self.split_layer, self.weight_grads, self.loss
+        layer, split, weight_grads, loss = (slack * one.temporary + one.gradients for one in points)
+        return layer, np.maximum(split, weight_grads), loss
 
     def total(self, job: Job, waiting: InFlightMicrobatches) -> Array:
-        whole, split = self._on_top
-        on_top = np.where(waiting.deferred > 0, split, whole)
+        whole, split, loss = self._on_top
+        # At the loss a split backward has recomputed nothing yet.
+        before = (1 + self.slack) * waiting.one * self.dropped * job.framework.exact_memory_trace
+        on_top = np.where(waiting.deferred > 0, np.maximum(split, loss - before), np.maximum(whole, loss))
         persistent = self._persistent + job.cluster.efficiency.context_gib * GIB
         others = (1 / waiting.one - 1) * self.other_chunk
         return np.asarray(persistent + (1 + self.slack) * (self.live(waiting) + others) + on_top)
@@ -106,8 +111,7 @@ class ChunkParts(PeakParts):
     """One chunk, with what else a walk along its rank's list of actions needs."""
 
     forward_end: MemoryPoint
-    weight_grads: MemoryPoint
-    """while deferred weight gradients are computed"""
+    input_grads_end: MemoryPoint
     backward_end: MemoryPoint
     backward_start: MemoryPoint
     embedding: Array
@@ -143,6 +147,7 @@ def lower_bound_parts(job: Job, columns: LayoutColumns, share: RankShare) -> Pea
         chunk.deferred,
         layer=accumulated,
         split_layer=accumulated,
+        weight_grads=accumulated,
         loss=accumulated,
         kept_loss=nothing,
         other_chunk=nothing,
@@ -157,15 +162,15 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
     gradients, nothing = parts.state.gradients, np.zeros(len(columns))
     if job.framework.exact_memory_trace:
         live = tensors.chunk_events(chunk, gradients)
-        forward_end, weight_grads = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
+        forward_end, input_grads_end = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
     else:
-        forward_end = weight_grads = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
+        forward_end = input_grads_end = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
         backward_start = backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
     return ChunkParts(
         **vars(parts),
         forward_end=forward_end,
-        weight_grads=weight_grads,
+        input_grads_end=input_grads_end,
         backward_end=backward_end,
         backward_start=backward_start,
         embedding=tensors.embedding_backward(chunk),
@@ -184,9 +189,11 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     traced = job.framework.exact_memory_trace
     if traced:
         layer = split_layer = tensors.layer_backward(chunk, state.gradients, split=False)
-        loss = tensors.loss_peak(chunk, state.gradients)
+        live = tensors.chunk_events(chunk, state.gradients)
+        loss, weight_grads = tensors.loss_peak(chunk, live), tensors.weight_grads_peak(chunk, live)
     else:
         layer, split_layer, loss = _untraced_points(chunk, state.gradients)
+        weight_grads = MemoryPoint(np.zeros(len(columns)), layer.buffers, state.gradients, np.zeros(len(columns)))
     if job.framework.fused_blocks:
         single, b = accumulates_nothing(job, columns), compute_bytes(job)
         # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
@@ -208,6 +215,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         chunk.deferred,
         layer,
         split_layer,
+        weight_grads,
         loss,
         np.asarray(chunk.share.head * chunk.head.saved),
         np.where(chunk.reduce_scatters & (columns.gas > columns.pp), gradient_bytes(job) * chunk.last_group, 0.0)
@@ -221,9 +229,10 @@ def _untraced_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoi
     """Backward of a layer, of its input gradients alone, and the loss, each with all buffers live at once."""
     buffers, nothing = np.asarray(sum(size for _, size in _concurrent_buffers(chunk))), np.zeros(len(chunk.columns))
     whole = split = nothing
-    for count, _, layer in chunk.layers:
-        whole = np.maximum(whole, np.where(count > 0, layer.recomputed + layer.gradients, 0.0))
-        split = np.maximum(split, np.where(count > 0, layer.gradients, 0.0))
+    for kind in chunk.layers:
+        layer = kind.saved
+        whole = np.maximum(whole, np.where(kind.count > 0, layer.recomputed + layer.gradients, 0.0))
+        split = np.maximum(split, np.where(kind.count > 0, layer.gradients, 0.0))
     for most in (whole, split, np.asarray(chunk.share.head * chunk.head.peak)):
         yield MemoryPoint(most, buffers, gradients, nothing)
 
@@ -261,9 +270,9 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
         sent = np.where(columns.is_("dispatcher", "allgather"), gathered, sent)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
     if job.framework.expert_overlap == "microbatches":
-        for count, moe, layer in chunk.layers:
-            if moe:
-                yield "a layer of the micro-batch that hides the all-to-all", np.where(count > 0, layer.whole, 0.0)
+        whole = [np.where(kind.count > 0, kind.saved.whole, 0.0) for kind in chunk.layers if kind.moe]
+        if whole:
+            yield "a layer of the micro-batch that hides the all-to-all", np.maximum.reduce(whole)
 
 
 def _context_buffers(chunk: ChunkMemory) -> Array:
@@ -372,6 +381,9 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
     forward, whole, inputs, weights = (actions.by_kind[kind] for kind in ActionKind)
     live = _over_chunks(actions.waiting, (kept + kept_loss)[chunks]) + _over_chunks(actions.deferred, (kept + dropped)[chunks])
     live = live + np.where(whole, kept[at], 0.0) + _over_chunks(actions.backwards_done >= 2, steady.hsdp_reduced_grads[chunks])
+    # Gradients of head and embedding are never deferred: they wait for the reduce-scatter after the deferred ones.
+    waits = (actions.deferred > 0) & (forward[..., None] | ~actions.own_stage)
+    live = live + _over_chunks(waits, (steady.waiting_head + steady.waiting_embedding)[chunks])
     # Where experts make the end of a forward the peak, its own loss is yet to come.
     in_forward = live - np.where(forward & traced, kept_loss[at], 0.0)
     yield _ActionPoint("end of a forward", forward, in_forward, steady.forward_end, first.forward_end)
@@ -381,14 +393,13 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
     if inputs.any():
         # At the loss a split backward has recomputed nothing yet.
         at_loss = live - np.where(inputs & traced, dropped[at], 0.0)
-        # Gradients of head and embedding are never deferred: FSDP holds them until the chunk's reduce-scatter, the next ones
-        # beside them.
+        # The next ones of the same chunk are beside them.
         again = actions.consecutive_input_grads & _sharded(view.layout)
         at_loss = at_loss + np.where(again, steady.waiting_head[at], 0.0)
         # A gradient that is reduced in another format than it was made in is live in both.
         both = again | (gradient_bytes(view.job) > compute_bytes(view.job))
         at_embedding = live + steady.embedding[at] + np.where(both, steady.waiting_embedding[at], 0.0)
-        yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.weight_grads, first.weight_grads)
+        yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.input_grads_end, first.input_grads_end)
     yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
     yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
     yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)

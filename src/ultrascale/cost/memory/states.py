@@ -41,7 +41,7 @@ def has_master(job: Job) -> bool:
 
 
 def uncut(columns: LayoutColumns) -> Array:
-    """Layers that one GPU computes whole, with an unsplit backward: they can be fused or compiled."""
+    """Layers that one GPU computes whole, with an unsplit backward: they can be compiled, or fused in fp8."""
     return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~columns.split_backward)
 
 
@@ -54,13 +54,16 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
 def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
     """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is.
 
-    Layers that tp cuts have them with sequence parallelism; cut by tp or cp, unless they are in fp8 or recomputed in full.
+    Layers that tp cuts have them with sequence parallelism; in fp8 those that are neither cut nor recomputed in full; with a
+    split backward those that are not recomputed in full.
     """
     fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
     fits = fits and fused_blocks_problem(job.model, job.seq) is None
-    cut = ((columns.tp == 1) | (columns.sequence_parallel == 1)) & ~columns.split_backward
-    cut = cut & ~columns.is_("recompute", "full") & (job.precision != "fp8")
-    return np.asarray((uncut(columns) | cut) & fits)
+    full = columns.is_("recompute", "full")
+    if job.precision == "fp8":
+        return np.asarray(uncut(columns) & ~full & fits)
+    whole_sequences = (columns.tp > 1) & (columns.sequence_parallel == 0)
+    return np.asarray(~whole_sequences & ~(full & columns.split_backward) & fits)
 
 
 def selective_policy(job: Job) -> str:

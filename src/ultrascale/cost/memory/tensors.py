@@ -7,23 +7,39 @@ Every tensor of our own engine has the events between which it is live: its allo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import IntEnum, auto
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, where
+from ultrascale.cost.memory import states
 from ultrascale.cost.memory.activations import LayerActivations
-from ultrascale.cost.memory.chunk import ChunkMemory, LiveMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
+from ultrascale.cost.memory.chunk import (
+    ChunkMemory,
+    LayerKind,
+    LiveMemory,
+    MemoryPoint,
+    TensorLifetime,
+    activation,
+    buffer,
+    fullest,
+    walk,
+)
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uncut, uses_fused_blocks
 
 
 class LayerEvent(IntEnum):
-    """Backward of one layer: of a fused block, of a compiled one, or operator by operator."""
+    """Backward of one layer: of a fused block, of its input gradients alone, of a compiled block, or operator by operator."""
 
     FUSED_GATE = 0
     FUSED_DOWN_WEIGHT = auto()
     FUSED_NORM = auto()
     FUSED_UP_WEIGHTS = auto()
+    INPUT_GRADS_GATE = auto()
+    INPUT_GRADS_NORM = auto()
+    INPUT_GRADS_OUT = auto()
+    INPUT_GRADS_ATTENTION = auto()
     COMPILED = auto()
     COMBINE = auto()
     DOWN_MATMUL = auto()
@@ -92,35 +108,36 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     rows = len(chunk.columns)
     deferring = chunk.columns.split_backward & split
     found = nothing = MemoryPoint.nothing(rows)
-    for count, moe, layer in chunk.layers:
-        happens = _layer_events(chunk, moe, deferring)
-        live = walk(_layer_tensors(chunk, layer, moe, deferring), LayerEvent.END, rows, deferring)
+    for kind in chunk.layers:
+        happens = _layer_events(chunk, kind.moe, deferring)
+        live = walk(_layer_tensors(chunk, kind.saved, kind.moe, deferring), LayerEvent.END, rows, deferring)
         parts = live.peaks_of_segments(_SEGMENT_STARTS, happens)
-        for done in _layers_done(chunk, moe):
-            beside = walk(_beside_layer(chunk, layer, moe, gradients, done, deferring), LayerSegment.END, rows)
-            found = fullest(found, where(count > 0, (parts + beside).peak(), nothing))
+        for done in _layers_done(chunk, kind):
+            beside = walk(_beside_layer(chunk, kind.saved, kind.moe, gradients, done, deferring), LayerSegment.END, rows)
+            found = fullest(found, where(kind.count > 0, (parts + beside).peak(), nothing))
     return found
 
 
-def _layers_done(chunk: ChunkMemory, moe: bool) -> list[Array]:
+def _layers_done(chunk: ChunkMemory, kind: LayerKind) -> list[Array]:
     """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
-    the second, the last but one, or the last. Dense layers come first in a model, so last in backward.
+    the second, the last but one, or the last.
 
     Where parameters are freed with all that a layer saved, no later than the second.
     """
-    own, before = (chunk.share.moe_layers, 0) if moe else (chunk.share.dense_layers, chunk.share.moe_layers)
+    own = kind.count
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
-    return [before + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    return [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
 
 
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
     """In which rows an event happens, for those that do not in all."""
     job, columns, event = chunk.job, chunk.columns, LayerEvent
-    fused = uses_fused_blocks(job, columns) & ~columns.is_("recompute", "full") & (not moe)
+    fused = uses_fused_blocks(job, columns) & (not moe)
     whole = (uncut(columns) & job.framework.fused_blocks) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
-        **dict.fromkeys((event.FUSED_GATE, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM, event.FUSED_UP_WEIGHTS), fused),
+        **dict.fromkeys(range(event.FUSED_GATE, event.INPUT_GRADS_GATE), fused & ~split),
+        **dict.fromkeys(range(event.INPUT_GRADS_GATE, event.COMPILED), fused & split),
         event.COMPILED: whole & ~fused,
         event.COMBINE: eager & moe,
         event.DOWN_MATMUL: eager,
@@ -142,11 +159,12 @@ def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split
         yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
         if not moe:
             yield from _fused_layer(chunk, layer)
+            yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
     yield from _mlp_backward(chunk, layer, moe)
     yield from _mlp_weight_gradients(chunk, moe, split)
     yield from _norm_and_attention_backward(chunk, moe, split)
-    yield from _layer_reduce_scatter(chunk)
+    yield from _layer_reduce_scatter(chunk, moe)
 
 
 def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
@@ -154,23 +172,50 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     together. Nothing is recomputed; matmuls of parameters that ZeRO gathered one by one copy them together.
     """
     event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
-    weight = chunk.mlp_weight_gradient[False]
-    yield activation("saved for backward", layer.total, event.FUSED_GATE, event.COMPILED)
-    yield activation("residual gradient", residual, event.FUSED_GATE, event.COMPILED)
-    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, event.COMPILED)
+    weight, end = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE
+    again = layer.modules["mlp matmuls"] - layer.kept["mlp matmuls"]
+    yield activation("saved for backward", layer.fused - again, event.FUSED_GATE, end)
+    yield activation("outputs of gate and up, recomputed", again, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("residual gradient", residual, event.FUSED_GATE, end)
+    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, end)
     yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
     yield activation("activation, computed again", wide, event.FUSED_GATE, event.FUSED_NORM)
-    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, event.COMPILED)
-    yield activation("norm's output, computed again", residual, event.FUSED_NORM, event.COMPILED)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, end)
+    yield activation("norm's output, computed again", residual, event.FUSED_NORM, end)
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
     yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
-    yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, event.COMPILED)
-    yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, event.COMPILED)
-    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, event.COMPILED)
+    being_gathered = np.where(chunk.gathered_sequence > 0, residual, 0.0)
+    yield activation("norm's output, being gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
+    yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
     copies = np.where(chunk.holds_fresh_gradients, 2 * weight, 0.0)
     yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
-    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, event.COMPILED)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, end)
+
+
+def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """The same where weight gradients are deferred: their operands stay, sequences in slices as backward had them."""
+    event, residual, wide, gathered = LayerEvent, chunk.residual, layer.modules["mlp activation"], chunk.gathered_sequence
+    gate, norm, out, attention, end = (LayerEvent(number) for number in range(event.INPUT_GRADS_GATE, event.COMBINE))
+    by_mlp = layer.modules["mlp matmuls"] + layer.modules["mlp norm"]
+    yield activation("saved for the MLP's backward", by_mlp, gate, attention)
+    yield activation("saved for attention's backward", layer.fused - by_mlp, gate, end)
+    yield activation("output gradient of the MLP", residual, gate, end)
+    yield activation("activation, computed again", wide, gate, end)
+    yield activation("gradients of gate and up", 2 * wide, gate, end)
+    yield activation("gradient of the activation", wide, gate, norm)
+    yield activation("gathered output gradient", gathered, gate, norm)
+    yield activation("gradient of the norm's output", residual + gathered, norm, out)
+    normed = np.where(gathered > 0, 0.0, 2 * residual)
+    yield activation("norm's output and gradient of its input", normed, norm, out)
+    yield activation("norm's output and gradient of its input", 2 * residual, out, end)
+    yield activation("gathered output gradient of attention", gathered, out, attention)
+    yield activation("gradient of attention's output", layer.modules["attention output"], out, attention)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    copies = np.where(chunk.sharded, 2 * chunk.mlp_weight_gradient[False], 0.0)
+    yield buffer("gate and up weights, copied together", copies, norm, out)
 
 
 def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
@@ -280,15 +325,16 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
     return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
 
 
-def _layer_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifetime]:
     """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
-    comes after deferred weight gradients.
+    comes after deferred weight gradients; before these they are cast one by one.
     """
     at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.rank_params.block
     late = chunk.columns.split_backward
     copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
     output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
-    yield buffer("layer's weight gradients", b * block, at, LayerEvent.END)
+    fresh = np.where(copied & late & (not moe), chunk.mlp_weight_gradient[False], b * block)
+    yield buffer("layer's weight gradients", fresh, at, LayerEvent.END)
     yield buffer("reduce-scatter input", np.where(copied, g * block, 0.0), at, LayerEvent.END)
     yield buffer("reduce-scatter output", output, at, LayerEvent.END)
 
@@ -304,11 +350,12 @@ def _beside_layer(
     start, scatter, end = LayerSegment.MLP, LayerSegment.REDUCE_SCATTER, LayerSegment.END
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
-    freed = np.where(split, chunk.deferred - share_done * chunk.deferred_layers, share_done * chunk.saved_layers)
+    freed = np.where(split, chunk.deferred - chunk.deferred_when_done(done), chunk.saved_when_done(done))
     yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
-    received = (chunk.share.head == 0) & (~split | (columns.sequence_cut > 1) | chunk.routed_only(moe))
+    gathered = (columns.sequence_cut > 1) & ~uses_fused_blocks(chunk.job, columns)
+    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(moe))
     yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
     yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
@@ -344,9 +391,8 @@ def chunk_events(chunk: ChunkMemory, gradients: Array) -> LiveMemory:
     return walk(_chunk_tensors(chunk, gradients), ChunkEvent.END, len(chunk.columns))
 
 
-def loss_peak(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+def loss_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     """The peak of head and loss; the final norm in fp32 outweighs few logits."""
-    live = chunk_events(chunk, gradients)
     found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD), live.at(ChunkEvent.HEAD_BACKWARD))
     return fullest(found, live.at(ChunkEvent.FINAL_NORM)) if chunk.job.model.norm == "rmsnorm" else found
 
@@ -356,11 +402,12 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     none = np.zeros(len(chunk.columns))
     yield from _forward_end(chunk)
     yield from _loss(chunk)
-    # ZeRO-3 and the last reduce-scatter, in a forward and while deferred weight gradients are computed.
+    # ZeRO-3 and the last reduce-scatter, in a forward; layers are freed while deferred weight gradients are computed.
     between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
     yield buffer("unsharded parameters, reduce-scatter inputs", between, event.FORWARD_END, event.LOSS_FORWARD)
     yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
-    yield buffer("unsharded parameters, reduce-scatter inputs", between, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    ends = chunk.unsharded(chunk.rank_params.ends, 0.0 * between) + chunk.rank_reduce_scatter_inputs
+    yield buffer("unsharded parameters, reduce-scatter inputs", ends, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
     freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
     yield TensorLifetime(
@@ -379,12 +426,25 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
 
 
 def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
-    """Where the last layer has experts: rows that return from them; the layer's output is not there yet."""
+    """Where the last layer has experts: rows that return from them; the layer's output is not there yet. In a fused block: the
+    gate's and the norm's output, which are not saved, and the last matmul's before it is scattered or added. Operator by
+    operator: a gate's silu, before there is an output.
+    """
     start, end = ChunkEvent.FORWARD_END, ChunkEvent.LOSS_FORWARD
-    for _, moe, layer in chunk.layers:
-        if not moe:
+    fused = uses_fused_blocks(chunk.job, chunk.columns)
+    recomputes_none = chunk.columns.is_("recompute", "none")
+    gates = states.eager(chunk.job, chunk.columns) & recomputes_none & chunk.job.model.gated
+    for kind in chunk.layers:
+        layer, last = kind.saved, (kind.done == 0) & (kind.count > 0)
+        if not kind.moe:
+            summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
+            wide, there = layer.modules["mlp activation"], (fused | gates) & last
+            not_saved = chunk.residual + summed + layer.fused - layer.total
+            extra = np.where(fused, not_saved, np.where(chunk.sends_output, -chunk.residual, 0.0))
+            yield activation("outputs of gate, norm and last matmul", np.where(there, wide + extra, 0.0), start, end)
+            beside = chunk.sent_gradient + chunk.last_all_gather
+            yield buffer("gradient sent to the previous stage, last all-gather", np.where(there, beside, 0.0), start, end)
             continue
-        there = chunk.share.moe_layers > 0
         sizes = {
             "expert rows, received and weighted": 2 * layer.modules["expert output"],
             "sum of each token's rows": chunk.full_sequence,
@@ -393,8 +453,8 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
             "output to send, not there yet": np.where(chunk.sends_output, -chunk.residual, 0.0),
         }
         for name, size in sizes.items():
-            yield activation(name, np.where(there, size, 0.0), start, end)
-        yield buffer("last all-gather", np.where(there, chunk.last_all_gather, 0.0), start, end)
+            yield activation(name, np.where(last, size, 0.0), start, end)
+        yield buffer("last all-gather", np.where(last, chunk.last_all_gather, 0.0), start, end)
 
 
 def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
@@ -412,7 +472,8 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
     in_backward = head * chunk.sent_gradient
     yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
-    at_loss = np.where(columns.tp > 1, in_forward, in_backward)  # over a cut vocabulary the loss peaks in forward
+    # Over a cut vocabulary plain operators peak in forward.
+    at_loss = np.where((columns.tp > 1) & (chunk.head.backward > 0), in_forward, in_backward)
     yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.HEAD_BACKWARD)
     yield buffer("gradient sent", in_backward, event.HEAD_BACKWARD, event.BACKWARD_START)
     yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
@@ -456,6 +517,44 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     after = live.at(ChunkEvent.LAYER_REDUCE_SCATTER)
     found = where(late & ((chunk.own.ends == 0) | (after.total > point.total)), after, point)
     return where(chunk.reduce_scatters, found, MemoryPoint.nothing(len(chunk.columns)))
+
+
+def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
+    """While deferred weight gradients are computed, from the last layer to the first; of layers without experts.
+
+    Fresh gradients stay until all of the chunk are there, unless they are added to others of the same format. Operands are
+    freed with those of their GEMM; of the MLP of a fused block that tp cuts together, with two gathers at once.
+    """
+    base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
+    if job.model.moe is not None or not columns.split_backward.any():
+        return base
+    layer = chunk.layers[0].saved
+    wide, gathered, up = layer.modules["mlp activation"], chunk.gathered_sequence, 1 + job.model.gated
+    matrix = chunk.mlp_weight_gradient[False]
+    fused = uses_fused_blocks(job, columns)
+    outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
+    down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + layer.modules["attention output"]
+    weights = compute_bytes(job) * states.per_layer(job.model, columns).dense
+    keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
+    together = fused & (gathered > 0)
+    ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
+    held = (chunk.saved_layers + chunk.deferred_when_done(chunk.share.layers)) / np.maximum(1, chunk.share.layers)
+    found = base
+    for done in (0, chunk.share.layers - 1):
+        for activations, kept, fresh in (
+            (np.where(fused, 2 * gathered, 0.0), 0.0, matrix),
+            (np.where(together, 2 * gathered, gathered - down), matrix, up * matrix),
+            (gathered - mlp, (1 + up) * matrix, weights - (1 + up) * matrix),
+        ):
+            buffers = ends + fresh + np.where(keeps, done * weights + kept, 0.0)
+            point = replace(base, activations=base.activations + activations - done * held, buffers=base.buffers + buffers)
+            found = where(point.total > found.total, point, found)
+    # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
+    cast = gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
+    point = replace(base, activations=base.activations - chunk.saved - chunk.deferred, buffers=base.buffers + cast)
+    there = chunk.reduce_scatters & (gradient_bytes(job) > compute_bytes(job))
+    found = where(there & (point.total > found.total), point, found)
+    return where(columns.split_backward, found, base)
 
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel.harness import in_ranks, job_of, training_of
-from ultrascale.parallel.recompute_cache import RecomputeRegion, cache_across_recompute
+from ultrascale.kernels.recompute_cache import RecomputeRegion, cache_across_recompute
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 
