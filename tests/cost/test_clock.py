@@ -53,7 +53,8 @@ def test_one_clock_for_the_whole_step() -> None:
     rows = LayoutColumns.of([Layout(mbs=4), Layout(mbs=4, gas=4)])
     often, seldom = operators.clock(job, rows, machine)
     assert often > seldom >= 1
-    (slow,) = operators.clock(job.changed(cluster=Cluster.load("1xh200")), rows.take(np.asarray([0])), machine_of(job))
+    steady = job_of("llama-3.2-1b", 1024, 4, boost=1.0)
+    (slow,) = operators.clock(steady, rows.take(np.asarray([0])), ClusterRates(steady))
     assert slow == 1
     pieces, slower = (
         pieces_of(Workload(one, rows, ClusterRates(one))) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.validate import build
@@ -165,3 +166,15 @@ def test_any_mapping_is_a_cluster_or_an_error(data: dict[str, Any]) -> None:
 def test_any_mapping_given_to_build_is_a_cluster_or_an_error(data: dict[str, Any]) -> None:
     cluster, sentence = attempt(lambda: build(Cluster, {**dict(Cluster.load("8xh100")), **data}, "cluster"))
     assert cluster.gpus >= 1 if cluster else sentence
+
+
+def test_rates_measured_on_a_kind_of_gpu_are_its_clusters_own() -> None:
+    """A file overrides any of them, with a default too; kinds that were not measured have the defaults."""
+    measured = Cluster.load("8xh200")
+    assert measured.efficiency == Efficiency.measured("h200") != Efficiency()
+    assert Cluster.load("8xh100").efficiency == Efficiency()
+    assert Cluster.from_mapping(measured.to_mapping()) == measured
+    other = Cluster.from_mapping({"gpu": "h200", "gpus": 8, "efficiency": {"boost": 1.0, "matmul": None}})
+    assert (other.efficiency.boost, other.efficiency.matmul) == (1.0, None)
+    assert other.efficiency.attention_forward == measured.efficiency.attention_forward
+    assert Cluster.from_mapping(other.to_mapping()) == other

@@ -107,7 +107,9 @@ class Cluster(FrozenSpec):
         """All its numbers, without the sources of those that a preset has; `from_mapping` reads it back."""
         data = self.model_dump(mode="json", exclude_none=True)
         data["gpu"].pop("sources")
-        data["efficiency"] = self.efficiency.model_dump(mode="json", exclude_defaults=True)
+        usual = Efficiency.measured(self.gpu.name)
+        own = self.efficiency.model_dump(mode="json")
+        data["efficiency"] = {name: value for name, value in own.items() if value != getattr(usual, name)}
         return data
 
     def save(self, path: str | Path) -> Path:
@@ -150,7 +152,11 @@ class Cluster(FrozenSpec):
         domain = kind.link_domain
         if domain % max(gpus_per_node, 1) and max(gpus_per_node, 1) % domain:
             domain = gpus_per_node  # a node of 6 in boxes made for 8: the link covers the node
+        efficiency = overrides.pop("efficiency", {})
+        if isinstance(efficiency, Mapping):
+            efficiency = {**Efficiency.measured(kind.name).model_dump(exclude_defaults=True), **efficiency}
         fields: dict[str, Any] = {
+            "efficiency": efficiency,
             "name": f"{nodes * gpus_per_node}x{kind.name}",
             "gpu": kind,
             "nodes": nodes,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from pydantic import ConfigDict, Field
 
+from ultrascale.specs.files import package_data
 from ultrascale.specs.validate import FrozenSpec
 
 
@@ -12,6 +15,12 @@ class Efficiency(FrozenSpec):
 
     Defaults are documented in docs/time.md with their sources; `cluster.yaml` overrides any of them under `efficiency:`.
     """
+
+    @classmethod
+    @cache
+    def measured(cls, gpu: str) -> Efficiency:
+        """What was measured on GPUs of that kind; the defaults elsewhere."""
+        return cls(**package_data("ultrascale.specs", "presets/efficiency.yaml").get(gpu, {}))
 
     # Strict and finite: "0.9" between quotes is a mistake in the file, and a share of a thousandth is one too.
     model_config = ConfigDict(strict=True)
