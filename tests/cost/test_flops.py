@@ -149,3 +149,10 @@ def test_approximate_parameters_are_wrong_for_gqa_with_gated_mlp() -> None:
     """Llama-3-8B: 128256·4096 + 32·(12·4096² + 13·4096) + 8192 = 6.97e9, the truth 8,030,261,248: 13 % more."""
     assert flops.parameters_approximate(4096, 32, 128256) == 6_969_499_648
     assert Model.load("llama-3-8b").parameters == 8_030_261_248
+
+
+def test_fused_blocks_repeat_gate_and_up() -> None:
+    """Two matmuls of hidden × ffn, in the layers that recompute."""
+    model = Model.load("llama-3-8b")
+    again = flops.hardware_flops(model, 8192, "selective", "flash", recomputed=0.5, fused=True) - flops.model_flops(model, 8192)
+    assert again == pytest.approx(16 * 2 * 2 * 4096 * 14336)

@@ -260,8 +260,9 @@ def test_a_plan_recomputes_in_no_more_layers_than_it_must() -> None:
     every = plan(OWN_JOB, **{**options, "fix": [*options["fix"], f"recompute={best.layout.recompute}"]}).plans[0]
     assert every.layout.recompute_layers is None
     assert every.estimate.step_time_s > best.estimate.step_time_s
-    asked = plan(OWN_JOB, **{**options, "fix": [*options["fix"], "recompute=auto"]}).plans[0]
+    asked = plan(OWN_JOB, **{**options, "fix": [*options["fix"], "recompute=auto"], "explain": True}).plans[0]
     assert asked.layout == best.layout
+    assert any("without recomputation it would need" in reason for reason in asked.reasons)
 
 
 def test_engines_that_recompute_all_layers_or_none_are_offered_that() -> None:

@@ -68,6 +68,10 @@ def test_as_little_is_recomputed_as_fits():
     assert small.layout.recompute == "none"
     with pytest.raises(SpecError, match="without a plan no GPU sets a limit"):
         tried("layout.recompute=auto")
+    with pytest.raises(SpecError, match="also finds the layers"):
+        tried("layout.recompute=auto", "layout.recompute_layers=2")
+    with pytest.raises(SpecError, match="schedule"):  # a layout that cannot run is refused as without auto
+        from_plan(plan, Overrides.parse(["layout.recompute=auto", "layout.schedule=zb-v"]), 8)
 
 
 def test_dp_follows_from_the_processes():

@@ -16,6 +16,7 @@ from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import Peak, peaks, runtime
+from ultrascale.cost.memory.states import uses_fused_blocks
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
@@ -134,7 +135,8 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
 
     def hardware(causal: bool) -> float:
         recomputed = stages.recomputed_fraction(job, layout)
-        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed)
+        fused = bool(uses_fused_blocks(job, view.row)[0]) and job.precision != "fp8"
+        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed, fused)
         if layout.recompute == "selective" and job.framework.selective == "half":
             again += flops.matmul_flops(job.model) / 2
         return again

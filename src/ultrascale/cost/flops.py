@@ -54,9 +54,11 @@ def model_flops(model: Model, seq: int, causal: bool = False) -> float:
 
 
 def hardware_flops(
-    model: Model, seq: int, recompute: str, attention: str, causal: bool = False, recomputed: float = 1.0
+    model: Model, seq: int, recompute: str, attention: str, causal: bool = False, recomputed: float = 1.0, fused: bool = False
 ) -> float:
     """The numerator of HFU: model FLOPs plus what `recompute` computes again, in that fraction of the layers.
+
+    In `fused` blocks selective recomputation repeats gate and up.
 
     Full: a layer's forward once more. Selective keeps matmuls; with plain attention it repeats the
     matmuls of the scores (Korthikanti 2022), with flash attention only memory-bound operators, which count as no FLOPs here.
@@ -65,6 +67,8 @@ def hardware_flops(
     base = model_flops(model, seq, causal)
     if recompute == "full":
         return base + recomputed * (forward_flops(model, seq, causal) - head_flops(model))
+    if recompute == "selective" and fused:
+        return base + recomputed * model.layers * 2.0 * 2 * model.hidden * model.ffn
     if recompute == "selective" and attention == "plain":
         return base + recomputed * model.layers * score_flops(model, seq, causal)
     return base

@@ -145,7 +145,7 @@ def _recompute_layers_sentence(job: Job, layout: Layout) -> str:
     if layout.recompute == "none":
         return f"{given} but layout.recompute is none: try recompute=full, or recompute_layers=null"
     most = -(-job.model.layers // (layout.pp * layout.virtual_stages))
-    return f"{given} but a stage has {most} of the {job.model.layers} layers: try {most} or less, or null for all"
+    return f"{given} but a pipeline stage has {most} layers: try {most} or less, or null for all"
 
 
 RULES: tuple[Rule, ...] = (

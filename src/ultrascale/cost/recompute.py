@@ -17,9 +17,13 @@ ROUNDS = 4  # until the fewest layers are found, or few more than them
 
 
 def fastest_recompute(job: Job, layout: Layout) -> Layout:
-    """The layout with the policy, and the fewest layers, that fit and are fastest; in full where nothing fits."""
+    """The layout with the policy, and the fewest layers, that fit and are fastest; in full where nothing fits. A layout that
+    cannot run stays as it is.
+    """
     policies = [layout.changed(recompute=word, recompute_layers=None) for word in get_args(Recompute)]
     runs = [one for one in policies if engines.problem(job, one) is None]
+    if not runs:
+        return layout
     limit_gib = memory_limit_gib(job, MIN_FIT, 0.0)
     fitting = [one for one in memory_drafts(job, runs) if one.peak_gib <= limit_gib]
     if not fitting:

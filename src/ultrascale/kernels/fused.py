@@ -47,10 +47,10 @@ class GatedMLPKernel:
 
     def forward(self, x: Tensor, gate_: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of both GEMMs [n, 2·f], which are saved for backward, and silu(x · gate) · (x · up) [n, f]."""
-        both = self.both(x, gate_, up)
+        both = self.gate_up(x, gate_, up)
         return both, gate(both)
 
-    def both(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+    def gate_up(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
         """The outputs of both GEMMs once more."""
         return x @ joined(gate_, up).t()
 
@@ -72,7 +72,7 @@ class FusedBlock(Block):
         self.attention_norm, self.attention = plain.attention_norm, plain.attention
         self.mlp_norm, self.mlp = plain.mlp_norm, plain.mlp
         self.mlp_kernel, self.deferred = GatedMLPKernel(), deferred or DeferredWeightGrads(used=False)
-        self.saves_both = True
+        self.saves_gate_up = True
         """False: backward recomputes the outputs of gate and up, which are the widest (selective recomputation)"""
 
     def join(self) -> None:
@@ -94,7 +94,7 @@ class FusedBlock(Block):
 
     def out_mlp(self, *arguments: Any) -> Tensor:
         """The part of the block after attention."""
-        settings = self.mlp_kernel, self.saves_both, self.deferred
+        settings = self.mlp_kernel, self.saves_gate_up, self.deferred
         return _FusedOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
@@ -144,12 +144,12 @@ class _FusedOutputAndMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        mlp_kernel: GatedMLPKernel, saves_both: bool, deferred: DeferredWeightGrads,
+        mlp_kernel: GatedMLPKernel, saves_gate_up: bool, deferred: DeferredWeightGrads,
     ) -> Tensor:  # fmt: skip
         rows = attended.flatten(2).flatten(0, 1)
         total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(normed, gate_, up)
-        ctx.save_for_backward(rows, total, scales, both if saves_both else None, out, gain, gate_, up, down)
+        ctx.save_for_backward(rows, total, scales, both if saves_gate_up else None, out, gain, gate_, up, down)
         ctx.eps, ctx.shape, ctx.mlp_kernel, ctx.deferred = eps, attended.shape, mlp_kernel, deferred
 
         def result() -> tuple[Tensor]:
@@ -163,7 +163,7 @@ class _FusedOutputAndMLP(torch.autograd.Function):
         rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
         flat, mlp_kernel, deferred = grad.contiguous().flatten(0, 1), ctx.mlp_kernel, ctx.deferred
         if both is None:
-            both = mlp_kernel.both(norm(total, None, gain, ctx.eps)[1], gate_, up)
+            both = mlp_kernel.gate_up(norm(total, None, gain, ctx.eps)[1], gate_, up)
         grad_both, gated = mlp_kernel.backward(flat, down, both)
         del both
         (grad_down,) = deferred.compute((down,), weight_grad, flat, gated)

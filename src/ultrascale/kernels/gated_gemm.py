@@ -26,7 +26,7 @@ class GatedGemmKernel(GatedMLPKernel):
         both, gated = _forward(x, joined(gate_, up))
         return both, gated
 
-    def both(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
+    def gate_up(self, x: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
         return self.forward(x, gate_, up)[0]
 
     def backward(self, grad: Tensor, down: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class TensorParallelFusedBlock(FusedBlock):
         return _TensorParallelQKV.apply(*arguments, self.deferred, self.axis)  # type: ignore[no-untyped-call, no-any-return]
 
     def out_mlp(self, *arguments: Any) -> Tensor:
-        settings = self.mlp_kernel, self.saves_both, self.deferred, self.axis
+        settings = self.mlp_kernel, self.saves_gate_up, self.deferred, self.axis
         return _TensorParallelOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -88,12 +88,12 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
-        mlp_kernel: GatedMLPKernel, saves_both: bool, deferred: DeferredWeightGrads, axis: Axis,
+        mlp_kernel: GatedMLPKernel, saves_gate_up: bool, deferred: DeferredWeightGrads, axis: Axis,
     ) -> Tensor:  # fmt: skip
         summed = comm.reduce_scatter(_attended_rows(attended, axis) @ out.t(), axis)
         total, normed, scales = fused.norm(summed, x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(comm.all_gather(normed, axis), gate_, up)
-        ctx.save_for_backward(attended, total, scales, both if saves_both else None, out, gain, gate_, up, down)
+        ctx.save_for_backward(attended, total, scales, both if saves_gate_up else None, out, gain, gate_, up, down)
         ctx.eps, ctx.mlp_kernel, ctx.deferred, ctx.axis = eps, mlp_kernel, deferred, axis
 
         def result() -> tuple[Tensor]:
@@ -117,7 +117,7 @@ def _whole_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor, .
     if gathering is None:
         gathering = comm.all_gather_start(fused.norm(total, None, gain, ctx.eps)[1], axis)
     else:
-        both = mlp_kernel.both(gathering.wait(), gate_, up)
+        both = mlp_kernel.gate_up(gathering.wait(), gate_, up)
     grad_both, gated = mlp_kernel.backward(whole, down, both)
     grad_down = whole.t() @ gated
     del whole, gated, both
@@ -137,7 +137,7 @@ def _deferred_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor
     attended, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
     mlp_kernel, axis = ctx.mlp_kernel, ctx.axis
     if both is None:
-        both = mlp_kernel.both(comm.all_gather(fused.norm(total, None, gain, ctx.eps)[1], axis), gate_, up)
+        both = mlp_kernel.gate_up(comm.all_gather(fused.norm(total, None, gain, ctx.eps)[1], axis), gate_, up)
     grad_both, gated = mlp_kernel.backward(comm.all_gather(own, axis), down, both)
     del both
     grad_normed = comm.reduce_scatter(mlp_kernel.grad_input(grad_both, gate_, up), axis)

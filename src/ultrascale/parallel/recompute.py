@@ -86,7 +86,7 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
         # There is no dropout: no RNG state needs to be restored.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if isinstance(block, FusedBlock):
-            block.saves_both = policy != "selective"
+            block.saves_gate_up = policy != "selective"
             if policy == "full":
                 options["context_fn"] = partial(_parallel_contexts, None)
                 block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]

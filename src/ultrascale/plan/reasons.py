@@ -130,7 +130,7 @@ def _change_words(layout: Layout, other: Layout, fields: dict[str, Any]) -> str:
     implied = [
         f"{name}={getattr(other, name)}"
         for name in Layout.model_fields
-        if name not in fields and getattr(other, name) != getattr(layout, name)
+        if name not in fields and getattr(other, name) not in (getattr(layout, name), None)  # None: the usual value
     ]
     return f"{changed} ({', '.join(implied)})" if implied else changed
 

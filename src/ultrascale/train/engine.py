@@ -78,6 +78,7 @@ class Engine:
         """`routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured to select kernels, on a GPU."""
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
+        self.kernels = kernels
         self.cuda_graphs = CUDAGraphPool(mesh.device, training.graphs) if kernels.cuda_graphs else None
         """CUDA graphs of the step, if every step launches the same kernels"""
         self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.cuda_graphs)

@@ -196,7 +196,11 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
     step_s = statistics.median(warm)
     tokens = layout.batch_tokens(job.seq)
     rate = tokens / step_s
-    per_token, again = flops.model_flops(job.model, job.seq), recomputed_fraction(job, layout)
+    per_token = flops.model_flops(job.model, job.seq)
+    hardware = partial(
+        flops.hardware_flops, job.model, job.seq, layout.recompute, job.attention, recomputed=recomputed_fraction(job, layout),
+        fused=engine.kernels.fused and job.precision != "fp8",
+    )  # fmt: skip
     stages = _stages(everyone)
     fullest = max(stages, key=lambda stage: stage.memory.total)
     on_cpu = mesh.device.type == "cpu"
@@ -211,9 +215,9 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         tokens_per_s=rate,
         tokens_per_s_per_gpu=rate / layout.gpus,
         mfu=utilisation(per_token),
-        hfu=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, False, again)),
+        hfu=utilisation(hardware()),
         mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
-        hfu_causal=utilisation(flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, True, again)),
+        hfu_causal=utilisation(hardware(causal=True)),
         model_tflops_per_gpu=rate / layout.gpus * per_token / 1e12,
         peak_gib=fullest.memory.total / GIB,
         capacity_gib=job.cluster.gpu.memory_gib,

@@ -66,6 +66,8 @@ class Overrides:
                 auto = True
             else:
                 found[section][key] = _PARSERS[section](key, text)
+        if auto and {"recompute", "recompute_layers"} & found["layout"].keys():
+            raise SpecError("layout.recompute is auto, which also finds the layers: leave out the other layout.recompute words")
         return cls(**found, auto_recompute=auto)
 
 
