@@ -7,13 +7,14 @@ combination of these four.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from ultrascale.cost import communication, host, operators
-from ultrascale.cost.columns import NOTHING, Array, Passes, RankShare
+from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, rows_of
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
@@ -23,30 +24,14 @@ from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradie
 from ultrascale.specs import weights
 from ultrascale.specs.job import Job
 
-# Everything a piece's time depends on; schedule, virtual stages, pp and accumulation only repeat and order the pieces.
-DEPENDS_ON = (
-    "tp",
-    "cp",
-    "dp",
-    "ep",
-    "mbs",
-    "zero",
-    "zero_shards",
-    "keep_gathered",
-    "sequence_parallel",
-    "context_parallel",
-    "recompute",
-    "dispatcher",
-)
 
-
-def depends_on(job: Job) -> tuple[str, ...]:
-    """One micro-batch alone may leave its gradients as they were made, which two cannot; a table's rows share their pp.
-
-    Where a clock follows the work, it follows how often the optimizer steps.
-    """
-    of_gas = job.framework.fused_blocks or job.cluster.efficiency.boost > 1
-    return (*DEPENDS_ON, "gas") if of_gas else DEPENDS_ON
+def compute_depends_on(job: Job) -> tuple[str, ...]:
+    """What a component's time depends on beside ZeRO; a clock that follows the work follows the optimizer's, too."""
+    if job.cluster.efficiency.boost > 1:
+        return NAMES
+    names = ("tp", "cp", "ep", "mbs", "sequence_parallel", "context_parallel", "recompute", "dispatcher", "schedule")
+    # How experts are cut follows from dp. One micro-batch on one GPU leaves its gradients as they were made.
+    return (*names, *(["dp"] if job.model.moe is not None else []), *(["gas"] if job.cluster.gpus == 1 else []))
 
 
 NO_TIME = Passes()
@@ -117,22 +102,62 @@ class ComponentTimes(Generic[AnyTime]):
         )
 
 
+@dataclass(frozen=True)
+class _Component:
+    """One component but for ZeRO's transfers, and what these depend on."""
+
+    time: ComponentTime
+    elements: Array
+    experts: Array
+    window: Passes
+    """compute that hides no other transfer"""
+    in_fp8: Array
+    """elements that are gathered in fp8"""
+
+    def timed(self, work: Workload) -> ComponentTime:
+        return replace(self.time, zero=_zero(work, self))
+
+
 def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
+    return _each(_components(work), lambda one: one.timed(work))
+
+
+def compute_totals(work: Workload) -> ComponentTimes[Passes]:
+    """Causes added up, without ZeRO's."""
+    return _each(_components(work), lambda one: one.time.total)
+
+
+def component_totals(work: Workload) -> ComponentTimes[Passes]:
+    """All causes added up, for many rows: what does not depend on ZeRO is computed once for rows that are alike."""
+    alike, of = work.columns.distinct(compute_depends_on(work.job))
+
+    def total(one: _Component) -> Passes:
+        return rows_of(one.time.total, of) + _zero(work, rows_of(replace(one, time=ComponentTime()), of))
+
+    return _each(_components(Workload(work.job, alike, work.machine)), total)
+
+
+def _each(components: Sequence[_Component | None], time: Callable[[_Component], AnyTime]) -> ComponentTimes[AnyTime]:
+    return ComponentTimes(*(None if one is None else time(one) for one in components))  # type: ignore[arg-type]
+
+
+def _components(work: Workload) -> list[_Component | None]:
+    """In the order of `ComponentTimes`."""
     job, columns, machine = work.job, work.columns, work.machine
     clock = operators.clock(job, columns, machine)
     inside = communication.tensor_traffic(work)
     layers = _layers(work, inside, clock)
     embedding = _end(work, inside, operators.embedding(job, columns, machine), is_head=False)
     head = _end(work, inside, operators.head(job, columns, machine, clock), is_head=True)
-    kept: tuple[ComponentTime | None, ...] = (None, None)
+    kept: tuple[_Component | None, ...] = (None, None)
     if np.any(columns.recompute_layers):
         kept = _layers(work, inside, clock, recomputes=False)
-    return ComponentTimes(*layers, embedding, head, *kept)
+    return [*layers, embedding, head, *kept]
 
 
 def _layers(
     work: Workload, inside: TensorTraffic, clock: Array, recomputes: bool = True
-) -> tuple[ComponentTime, ComponentTime | None]:
+) -> tuple[_Component, _Component | None]:
     """A dense layer, and one of experts if there are any."""
     job, columns, machine = work.job, work.columns, work.machine
     dense = _layer(work, inside, operators.layer(job, columns, machine, False, clock), False, recomputes)
@@ -162,7 +187,7 @@ def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
     return cheap
 
 
-def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool, recomputes: bool) -> ComponentTime:
+def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool, recomputes: bool) -> _Component:
     job, columns, machine = work.job, work.columns, work.machine
     around = communication.context_traffic(work, compute.attention)
     again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
@@ -195,9 +220,8 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)
-    sharded = _zero(work, elements, experts, free, fp8_layer_mean(job, columns, moe))
     accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements + experts))
-    return ComponentTime(
+    time = ComponentTime(
         matmul=compute.matmul,
         attention=compute.attention,
         memory_bound=compute.memory_bound + accumulated,
@@ -206,11 +230,11 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
         tensor=tensor_passes,
         context=context_passes,
         expert=expert_passes,
-        zero=sharded,
     )
+    return _Component(time, elements, experts, free, fp8_layer_mean(job, columns, moe))
 
 
-def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> ComponentTime:
+def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> _Component:
     """Embedding or head: one collective of the residual stream each way when tp cuts the vocabulary."""
     job, columns, machine = work.job, work.columns, work.machine
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
@@ -219,23 +243,24 @@ def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: boo
     if is_head and job.model.tied_embeddings:
         elements = NOTHING  # gathered with the embedding, which on the last stage of a pipeline is its copy
     accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements))
-    return ComponentTime(
+    time = ComponentTime(
         matmul=compute.matmul,
         memory_bound=compute.memory_bound + accumulated,
         launch=compute.launch,
         tensor=Passes(one, one),
-        zero=_zero(work, elements, NOTHING, compute.total, NOTHING),
     )
+    return _Component(time, elements, NOTHING, compute.total, NOTHING)
 
 
-def _zero(work: Workload, elements: Array, experts: Array, free: Passes, narrow: Array) -> Passes:
+def _zero(work: Workload, component: _Component) -> Passes:
     """Exposed gathers and scatters of one piece in one micro-batch.
 
     They hide behind the piece's own work (standing for its neighbour's), as far as no other transfer already hides there:
     counted twice, slower attention would make a faster step.
     """
     job, columns, machine = work.job, work.columns, work.machine
-    moved = communication.zero_traffic(work, elements, experts, narrow)
+    moved = communication.zero_traffic(work, component.elements, component.experts, component.in_fp8)
+    free = component.window
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
     gathered = np.where(gathers, moved.gather_s, 0.0)

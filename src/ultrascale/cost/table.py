@@ -7,8 +7,8 @@ them. The closed forms are those of schedules/registry.py, held to the simulator
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
@@ -18,13 +18,16 @@ import numpy as np
 from ultrascale.cost import communication, stages
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, encode, rows_of, where
 from ultrascale.cost.hardware import ClusterRates, Workload
-from ultrascale.cost.memory.estimate import InFlightMicrobatches, PeakParts, lower_bound_parts, peak_parts
-from ultrascale.cost.step import ComponentTimes, component_times, depends_on, end_of_step
-from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan, stages_of
+from ultrascale.cost.memory.estimate import InFlightMicrobatches, lower_bound_parts, peak_parts
+from ultrascale.cost.step import component_totals, compute_depends_on, compute_totals, end_of_step
+from ultrascale.schedules import REGISTRY, in_flight_microbatches, legal_mask, makespan
 from ultrascale.specs.job import Job
+from ultrascale.specs.units import groups_up_to
 
 ScheduleVariant = tuple[str, int]  # a schedule and its virtual stages
 Share: TypeAlias = tuple[int, ...]
+# With unequal ranks, closed forms of split backwards are up to 12 % below those with equal ones: others' W fills the bubble.
+SPLIT_MARGIN = 0.85
 BLOCK = 16_384  # rows at a time: the working arrays of a block stay in the cache
 
 
@@ -60,10 +63,8 @@ class SearchTable:
     machine: ClusterRates
 
     @cached_property
-    def _groups(self) -> list[tuple[list[int], _VariantGroup]]:
-        """Variants by number; in an engine with a chunked loss and compiled layers, those with a split backward, which have
-        neither, are a group of their own.
-        """
+    def groups(self) -> list[tuple[list[int], _VariantGroup]]:
+        """Variants by number; in an engine whose kernels depend on it, those with a split backward are a group of their own."""
         split = [REGISTRY[name].split_backward and self.job.framework.fused_blocks for name, _ in self.variants]
         found = []
         for kind in (False, True):
@@ -74,39 +75,102 @@ class SearchTable:
                 found.append((numbers, _VariantGroup(self.job, rows, variants, self.machine)))
         return found
 
-    def within(self, capacity_bytes: float) -> SearchTable:
-        """The table without cores whose lower bound is above the capacity in every variant."""
-        rows = np.flatnonzero(self.peak_lower_bound_bytes() <= capacity_bytes)
-        part = replace(self, cores=self.cores.take(rows))
-        vars(part)["_groups"] = [(numbers, group.take(rows)) for numbers, group in self._groups]
-        return part
-
     @property
     def legal_cells(self) -> int:
-        return sum(int(group.legal(slice(None)).sum()) for _, group in self._groups)
+        return sum(int(group.legal(slice(None)).sum()) for _, group in self.groups)
 
     def step_lower_bound_s(self) -> Array:
         """A lower bound of each core's step time under any variant."""
-        return np.asarray(np.min([group.step_lower_bound_s for _, group in self._groups], axis=0))
+        return np.asarray(np.min([group.step_lower_bound_s for _, group in self.groups], axis=0))
 
     def peak_lower_bound_bytes(self) -> Array:
         """A lower bound of each core's peak under any variant; infinite where none is legal."""
         every = slice(None)
-        least = [np.where(one.legal(every), one.peak_lower_bounds, np.inf).min(axis=0) for _, one in self._groups]
+        least = [np.where(one.legal(every), one.peak_lower_bounds, np.inf).min(axis=0) for _, one in self.groups]
         return np.asarray(np.min(least, axis=0))
 
     def evaluate(self, capacity_bytes: float, longest_s: float | None = np.inf, rows: Array | None = None) -> Table:
         """Of some cores, or all: which cells fit and take `longest_s` or less. None: at any speed, and no times."""
-        rows = np.arange(len(self.cores)) if rows is None else rows
-        # Variants × cores: arrays are filled variant by variant, so that is how they lie in memory.
-        shape = len(self.variants), len(rows)
-        legal, fits, peak, step = np.empty(shape, bool), np.empty(shape, bool), np.empty(shape), np.empty(shape)
-        for numbers, group in self._groups:
-            for block in _blocks(len(rows), BLOCK):
-                parts = group.evaluate(rows[block], capacity_bytes, longest_s)
-                for whole, part in zip((legal, peak, fits, step), parts, strict=True):
-                    whole[numbers, block] = part
-        return Table(self.cores.take(rows), self.variants, legal.T, peak.T, fits.T, step.T)
+        return evaluate([self], [np.arange(len(self.cores)) if rows is None else rows], capacity_bytes, longest_s)[0]
+
+
+# Many tables at once: most of the time goes into calls, not into rows.
+
+
+def prepare(tables: Sequence[SearchTable], times: bool) -> None:
+    """Lower bounds of all tables, of step times or of peaks."""
+    groups = [group for table in tables for _, group in table.groups]
+    bounds = _step_lower_bounds_s(groups) if times else _peaks([(one, one.every) for one in groups], lower_bounds=True)
+    for group, of_group in zip(groups, bounds, strict=True):
+        vars(group)["step_lower_bound_s" if times else "peak_lower_bounds"] = of_group
+
+
+def evaluate(
+    tables: Sequence[SearchTable],
+    rows: Sequence[Array],
+    capacity_bytes: float,
+    longest_s: float | None = np.inf,
+    enough: Callable[[Array], float] = lambda _: np.inf,
+) -> list[Table]:
+    """Of some cores of each table: which cells fit and take `longest_s` or less. None: at any speed, and no times.
+
+    `enough`, given the times of all cells that may fit, says up to which time the caller wants to know: slower ones count as
+    not fitting.
+    """
+    asked = [(group, some) for table, some in zip(tables, rows, strict=True) for _, group in table.groups]
+    bounds = _peaks(asked, lower_bounds=True)
+    cells = [_Cells(*pair, least, capacity_bytes) for pair, least in zip(asked, bounds, strict=True)]
+    if longest_s is not None:
+        timed = [one.where(one.fits & (one.group.step_lower_bound_s[one.rows] <= longest_s)) for one in cells]
+        for one, some, times in zip(cells, timed, _steps(_pairs(cells, timed)), strict=True):
+            one.step[:, some] = times
+            one.fits &= one.step <= longest_s
+    while True:
+        times = np.concatenate([one.step[one.fits] for one in cells])
+        most_s = np.inf if longest_s is None else enough(times)
+        if not any(np.any(one.unknown & (one.step <= most_s)) for one in cells):
+            break
+        # Some of them will not fit: as many more at once, since each round has its price.
+        most_s = np.partition(times, more)[more] if (more := 2 * int((times <= most_s).sum())) < len(times) else np.inf
+        wanted = [one.where(one.unknown & (one.step <= most_s)) for one in cells]
+        for one, some, peaks in zip(cells, wanted, _peaks(_pairs(cells, wanted)), strict=True):
+            one.peak[:, some], one.exact[some] = peaks, True
+            one.fits &= one.peak <= capacity_bytes
+    parts = iter(cells)
+    return [_table(table, some, [next(parts) for _ in table.groups]) for table, some in zip(tables, rows, strict=True)]
+
+
+def _table(table: SearchTable, rows: Array, parts: Sequence[_Cells]) -> Table:
+    # Variants × cores: arrays are filled variant by variant, so that is how they lie in memory.
+    shape = len(table.variants), len(rows)
+    legal, fits, peak, step = np.empty(shape, bool), np.empty(shape, bool), np.empty(shape), np.empty(shape)
+    for (numbers, _), part in zip(table.groups, parts, strict=True):
+        legal[numbers], peak[numbers], fits[numbers] = part.legal, part.peak, part.fits & part.exact
+        step[numbers] = np.where(part.fits & part.exact, part.step, np.inf)
+    return Table(table.cores.take(rows), table.variants, legal.T, peak.T, fits.T, step.T)
+
+
+class _Cells:
+    """Some cores of a group under its variants, as far as they are known. Arrays are variants × cores."""
+
+    def __init__(self, group: _VariantGroup, rows: Array, peak: Array, capacity_bytes: float) -> None:
+        self.group, self.rows, self.legal, self.peak = group, rows, group.legal(rows), peak
+        self.step, self.exact = np.full(peak.shape, np.inf), np.zeros(len(rows), dtype=bool)
+        self.fits = self.legal & (peak <= capacity_bytes)
+        """as far as is known"""
+
+    @property
+    def unknown(self) -> Array:
+        return self.fits & ~self.exact
+
+    @staticmethod
+    def where(cells: Array) -> Array:
+        """Cores with such a cell."""
+        return np.flatnonzero(cells.any(axis=0))
+
+
+def _pairs(cells: Sequence[_Cells], some: Sequence[Array]) -> list[_GroupRows]:
+    return [(one.group, one.rows[rows]) for one, rows in zip(cells, some, strict=True)]
 
 
 def _blocks(rows: int, most: int) -> list[slice]:
@@ -125,32 +189,29 @@ class _VariantGroup:
     variants: Sequence[ScheduleVariant]
     machine: ClusterRates
 
-    def take(self, rows: Array) -> _VariantGroup:
-        """Some cores, with what is known of them."""
-        part, (gas, of) = replace(self, cores=self.cores.take(rows)), self._gas
-        vars(part).update(peak_lower_bounds=self.peak_lower_bounds[:, rows], _gas=(gas, of[rows]))
-        vars(part).update({name: getattr(self, name) for name in ("pp", "_legal_by_gas", "_ranks", "_by_share", "_in_flight")})
-        return part
-
     @cached_property
     def pp(self) -> int:
         return int(self.cores.pp[0])
 
+    @property
+    def every(self) -> Array:
+        return np.arange(len(self.cores))
+
     @cached_property
-    def _gas(self) -> tuple[Array, Array]:
+    def gas(self) -> tuple[Array, Array]:
         """The few distinct numbers of micro-batches and, per core, which of them it has."""
         return np.unique(self.cores.gas, return_inverse=True)
 
     @cached_property
     def _legal_by_gas(self) -> Array:
-        gas, _ = self._gas
+        gas, _ = self.gas
         return np.stack([(gas > 0) if self.pp == 1 else legal_mask(name, self.pp, gas, loops) for name, loops in self.variants])
 
     def legal(self, rows: Array | slice) -> Array:
-        return self._legal_by_gas.take(self._gas[1][rows], axis=1)
+        return self._legal_by_gas.take(self.gas[1][rows], axis=1)
 
     @cached_property
-    def _ranks(self) -> list[list[tuple[int, Share]]]:
+    def ranks(self) -> list[list[tuple[int, Share]]]:
         """For each variant (rank, its share) of the ranks that can hold the peak or set the pace."""
         found = []
         for name, loops in self.variants:
@@ -158,56 +219,15 @@ class _VariantGroup:
             found.append([(rank, shares[rank]) for rank in stages.representative_ranks(shares)])
         return found
 
-    def evaluate(self, rows: Array, capacity_bytes: float, longest_s: float | None) -> tuple[Array, Array, Array, Array]:
-        legal = self.legal(rows)
-        peak, step = self.peak_lower_bounds[:, rows], np.full(legal.shape, np.inf)
-        fits = legal & (peak <= capacity_bytes)
-        if longest_s is not None:
-            some = np.flatnonzero(fits.any(axis=0) & (self.step_lower_bound_s[rows] <= longest_s))
-            step[:, some] = self._steps(rows[some])
-            fits &= step <= longest_s
-        some = np.flatnonzero(fits.any(axis=0))
-        for block in _blocks(len(some), max(1, BLOCK // len(self._by_share))):
-            peak[:, some[block]] = self._peaks(rows[some[block]], peak_parts, self._by_share)
-        fits &= peak <= capacity_bytes
-        return legal, peak, fits, np.where(fits, step, np.inf)
-
     # Memory.
 
     @cached_property
     def peak_lower_bounds(self) -> Array:
-        """A lower bound, from one rank of each variant."""
-        uncovered, covering = set(range(len(self.variants))), []
-        for share, holders in self._by_share:
-            if uncovered:
-                covering.append((share, holders))
-            uncovered.difference_update(number for number, _ in holders)
-        found = np.empty((len(self.variants), len(self.cores)))
-        for block in _blocks(len(self.cores), max(1, BLOCK // len(covering))):
-            found[:, block] = self._peaks(np.arange(block.start, block.stop), lower_bound_parts, covering)
-        return found
-
-    def _peaks(
-        self,
-        rows: Array,
-        parts_of: Callable[[Job, LayoutColumns, RankShare], PeakParts],
-        by_share: Sequence[tuple[Share, Sequence[tuple[int, int]]]],
-    ) -> Array:
-        """The fullest of the ranks given; those with one share follow those with another, as rows of one table."""
-        count, columns, of_gas = len(rows), self.cores.take(rows), self._gas[1][rows]
-        shares = np.repeat(np.asarray([share for share, _ in by_share]), count, axis=0)
-        share = RankShare(np.zeros(len(shares), dtype=np.int64), *shares.T)
-        parts = parts_of(self.job, columns.take(np.tile(np.arange(count), len(by_share))), share)
-        peak = np.zeros((len(self.variants), count))
-        for position, (_, holders) in enumerate(by_share):
-            mine = parts.rows(slice(position * count, (position + 1) * count))
-            for number, rank in holders:
-                waiting = rows_of(self._in_flight[number, rank], of_gas)
-                np.maximum(peak[number], mine.total(self.job, waiting), out=peak[number])
-        return peak
+        """From one rank of each variant."""
+        return _peaks([(self, self.every)], lower_bounds=True)[0]
 
     @cached_property
-    def _by_share(self) -> list[tuple[Share, list[tuple[int, int]]]]:
+    def by_share(self) -> list[tuple[Share, list[tuple[int, int]]]]:
         """The shares that can hold a peak, with the variants (by number) and ranks that have them; first those that together
         are in every variant.
         """
@@ -215,7 +235,7 @@ class _VariantGroup:
         for number, (name, _) in enumerate(self.variants):
             # Where nothing is deferred, what is in flight only falls with the rank: the first of each share is the fullest.
             seen: set[Share] = set()
-            for rank, share in self._ranks[number]:
+            for rank, share in self.ranks[number]:
                 if share not in seen or REGISTRY[name].split_backward:
                     found.setdefault(share, []).append((number, rank))
                 seen.add(share)
@@ -228,50 +248,128 @@ class _VariantGroup:
             ordered.append((share, found.pop(share)))
         return ordered
 
+    @property
+    def covering(self) -> list[tuple[Share, list[tuple[int, int]]]]:
+        """Of these, those that together are in every variant."""
+        uncovered, found = set(range(len(self.variants))), []
+        for share, holders in self.by_share:
+            if uncovered:
+                found.append((share, holders))
+            uncovered.difference_update(number for number, _ in holders)
+        return found
+
     @cached_property
-    def _in_flight(self) -> dict[tuple[int, int], InFlightMicrobatches]:
+    def in_flight(self) -> dict[tuple[int, int], InFlightMicrobatches]:
         """By variant and rank, for each number of micro-batches."""
-        holders = [holder for _, some in self._by_share for holder in some]
+        ranks: dict[int, list[int]] = {}
+        for number, rank in (holder for _, some in self.by_share for holder in some):
+            ranks.setdefault(number, []).append(rank)
         return {
-            (number, rank): microbatches_in_flight(self.job, name, self.pp, rank, self._gas[0], loops)
-            for number, rank in holders
-            for name, loops in [self.variants[number]]
+            (number, rank): found
+            for number, some in ranks.items()
+            for rank, found in zip(some, self._of_variant(*self.variants[number], some), strict=True)
         }
+
+    def _of_variant(self, name: str, loops: int, ranks: list[int]) -> Iterator[InFlightMicrobatches]:
+        """The closed forms of schedules/registry.py in micro-batches' worth of each rank's layers."""
+        gas, spec, none = self.gas[0], REGISTRY[name], np.zeros(len(self.gas[0]))
+        if self.pp == 1:
+            yield InFlightMicrobatches(np.ones(len(gas)), none, none)
+            return
+        layers = np.asarray(stages.chunk_layers(self.job, self.pp, loops))
+        own = layers[stages.chunk_table(self.pp, loops, spec.v_shaped)[ranks]]
+        for in_flight, deferred in zip(*in_flight_microbatches(name, self.pp, ranks, gas, own), strict=True):
+            losses = in_flight - 1 if spec.holds_all else none
+            yield InFlightMicrobatches(in_flight, deferred, losses, together=not spec.defers_last, one=1 / loops)
 
     # Time.
 
     @cached_property
-    def _components(self) -> tuple[ComponentTimes[Passes], Array]:
-        """Of the distinct cores as far as layers' times go and, per core, which of them it is."""
-        distinct, inverse = self.cores.distinct(depends_on(self.job))
-        return component_times(Workload(self.job, distinct, self.machine)).totals(), inverse
-
-    @cached_property
-    def _microbatch(self) -> Passes:
-        """One micro-batch through all layers, for each distinct core."""
-        model, (totals, inverse) = self.job.model, self._components
-        share = RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), int(inverse.max(initial=-1)) + 1)
-        return totals.on(share)
-
-    @cached_property
     def step_lower_bound_s(self) -> Array:
-        """A lower bound: the mean rank's work, which is no longer than the slowest rank's, less a little for rounding."""
-        each = self._microbatch.total[self._components[1]]
-        return np.asarray((1 - 1e-9) * self.cores.gas * each / self.pp)
+        return _step_lower_bounds_s([self])[0]
 
-    def _steps(self, rows: Array) -> Array:
-        cores, count = self.cores.take(rows), len(rows)
-        times = np.empty((len(self.variants), count))
+    def least_step_s(self, cores: LayoutColumns, microbatch: Passes) -> Array:
+        """Under any variant, with all ranks as fast as the mean, sends in no time and nothing after the last backward."""
+        slowest, overhead_s = microbatch.scaled(1 / self.pp), self.machine.efficiency.action_overhead_s
+        busy, least = cores.gas * slowest.total, np.full(len(cores), np.inf)
+        for name, loops in self.variants:
+            times = _makespan((name, loops), self.pp, cores, microbatch, slowest, 0.0, overhead_s)
+            if REGISTRY[name].split_backward:
+                times = np.maximum(busy, SPLIT_MARGIN * times)
+            legal = legal_mask(name, self.pp, cores.gas, loops) if self.pp > 1 else True
+            np.minimum(least, np.where(legal, times, np.inf), out=least)
+        return least
+
+
+_GroupRows: TypeAlias = tuple[_VariantGroup, Array]
+
+
+def _peaks(asked: Sequence[_GroupRows], lower_bounds: bool = False) -> list[Array]:
+    """Of some cores of each group the fullest rank; or from the fewest ranks, and without all that is costly, a lower bound."""
+    found = [np.zeros((len(group.variants), len(rows))) for group, rows in asked]
+    parts_of = lower_bound_parts if lower_bounds else peak_parts
+    pieces = [
+        (number, share, holders, block)
+        for number, (group, rows) in enumerate(asked)
+        for share, holders in (group.covering if lower_bounds else group.by_share)
+        for block in _blocks(len(rows), BLOCK)
+    ]
+    for batch in groups_up_to(BLOCK, pieces, lambda piece: piece[3].stop - piece[3].start):
+        job = asked[batch[0][0]][0].job
+        cores = [asked[number][0].cores.take(asked[number][1][block]) for number, _, _, block in batch]
+        shares = np.repeat([share for _, share, _, _ in batch], list(map(len, cores)), axis=0)
+        share = RankShare(np.zeros(len(shares), dtype=np.int64), *shares.T)
+        parts, start = parts_of(job, LayoutColumns.joined(cores), share), 0
+        for (number, _, holders, block), rows in zip(batch, cores, strict=True):
+            mine, start = parts.rows(slice(start, start + len(rows))), start + len(rows)
+            group, peak = asked[number][0], found[number]
+            of_gas = group.gas[1][asked[number][1][block]]
+            for variant, rank in holders:
+                waiting = rows_of(group.in_flight[variant, rank], of_gas)
+                np.maximum(peak[variant, block], mine.total(job, waiting), out=peak[variant, block])
+    return found
+
+
+def _step_lower_bounds_s(groups: Sequence[_VariantGroup]) -> list[Array]:
+    """Of all cores of each group, without ZeRO's transfers: what is left is the same for many."""
+    if not groups:
+        return []
+    job, machine, model = groups[0].job, groups[0].machine, groups[0].job.model
+    joined = LayoutColumns.joined([group.cores for group in groups])
+    depends_on = compute_depends_on(job)
+    alike, of = joined.distinct((*dict.fromkeys((*depends_on, "pp", "gas")),))
+    layers, of_layers = alike.distinct(depends_on)
+    share = RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(layers))
+    microbatch = rows_of(compute_totals(Workload(job, layers, machine)).on(share), of_layers)
+    found, start = [], 0
+    for group in groups:
+        of_group, start = of[start : start + len(group.cores)], start + len(group.cores)
+        rows, which = np.unique(of_group, return_inverse=True)
+        least = group.least_step_s(alike.take(rows), rows_of(microbatch, rows))
+        found.append((1 - 1e-9) * least[which])  # less a little for rounding
+    return found
+
+
+def _steps(asked: Sequence[_GroupRows]) -> list[Array]:
+    """Of some cores of each group, step times under each variant."""
+    found, start = [np.empty((len(group.variants), len(rows))) for group, rows in asked], 0
+    if not any(map(len, (rows for _, rows in asked))):
+        return found
+    job, machine, model = asked[0][0].job, asked[0][0].machine, asked[0][0].job.model
+    joined = Workload(job, LayoutColumns.joined([group.cores.take(rows) for group, rows in asked]), machine)
+    of_all, sends = component_totals(joined), communication.pipeline_hop(joined).time_s
+    for (group, rows), times in zip(asked, found, strict=True):
+        count = len(rows)
+        mine, start = slice(start, start + count), start + count
         if not count:
-            return times
-        of_components = self._components[1][rows]
-        totals, whole = rows_of(self._components[0], of_components), rows_of(self._microbatch, of_components)
-        work = Workload(self.job, cores, self.machine)
-        send = communication.pipeline_hop(work).time_s
+            continue
+        cores, totals = joined.columns.take(mine), rows_of(of_all, mine)
+        work = Workload(job, cores, machine)
+        whole = totals.on(RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), count))
         by_share: dict[Share, Passes] = {}
         after: dict[Share, Array] = {}
-        for number, variant in enumerate(self.variants):
-            shares = list(dict.fromkeys(share for _, share in self._ranks[number]))
+        for number, variant in enumerate(group.variants):
+            shares = list(dict.fromkeys(share for _, share in group.ranks[number]))
             for share in shares:
                 if share not in by_share:
                     by_share[share] = totals.on(RankShare.constant(share, count))
@@ -279,21 +377,9 @@ class _VariantGroup:
             if first not in after:
                 after[first] = end_of_step(work, RankShare.constant(first, count), totals).total
             slowest = _slowest([by_share[share] for share in shares])
-            overhead_s = self.machine.efficiency.action_overhead_s
-            times[number] = _makespan(variant, self.pp, cores, whole, slowest, send, overhead_s) + after[first]
-        return times
-
-
-def microbatches_in_flight(job: Job, name: str, pp: int, rank: int, gas: Array, loops: int) -> InFlightMicrobatches:
-    """The closed forms of schedules/registry.py in micro-batches' worth of the rank's layers."""
-    one, none = np.ones(len(gas)), np.zeros(len(gas))
-    if pp == 1:
-        return InFlightMicrobatches(one, none, none)
-    spec, layers = REGISTRY[name], stages.chunk_layers(job, pp, loops)
-    own = [layers[chunk] for chunk in stages_of(rank, pp, loops, spec.v_shaped)]
-    in_flight, put_off = in_flight_microbatches(name, pp, rank, gas, own)
-    losses = np.asarray(in_flight - 1 if spec.holds_all else none)
-    return InFlightMicrobatches(in_flight, np.asarray(put_off), losses, together=not spec.defers_last, one=1 / loops)
+            overhead_s = machine.efficiency.action_overhead_s
+            times[number] = _makespan(variant, group.pp, cores, whole, slowest, sends[mine], overhead_s) + after[first]
+    return found
 
 
 def _slowest(ranks: list[Passes]) -> Passes:
@@ -304,7 +390,13 @@ def _slowest(ranks: list[Passes]) -> Passes:
 
 
 def _makespan(
-    variant: ScheduleVariant, pp: int, cores: LayoutColumns, whole: Passes, slowest: Passes, send: Array, overhead_s: float
+    variant: ScheduleVariant,
+    pp: int,
+    cores: LayoutColumns,
+    whole: Passes,
+    slowest: Passes,
+    send: Array | float,
+    overhead_s: float,
 ) -> Array:
     if pp == 1:
         return np.asarray(cores.gas * slowest.total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,7 +20,7 @@ from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
 from ultrascale.cost.recompute import AUTO
-from ultrascale.cost.table import ScheduleVariant, SearchTable
+from ultrascale.cost.table import ScheduleVariant, SearchTable, evaluate, prepare
 from ultrascale.plan.alternatives import LEAST_MEMORY_MAX_SLOWDOWN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
@@ -54,7 +54,7 @@ USUAL_VALUES: dict[str, tuple[Any, ...]] = {
     "keep_gathered": (False,),
 }
 SHORTEST_SLICE = 128  # tokens: below one tile of an attention kernel a rank computes padding
-FIRST_BLOCK = 2048  # cores that are evaluated before the first bound is known
+FIRST_BLOCK = 4096  # cores that are evaluated before the first bound is known
 MAX_LOOPS = 8  # virtual stages tried beyond those that divide the layers evenly
 
 
@@ -375,27 +375,35 @@ def rank(
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
     tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
     legal = sum(table.legal_cells for table in tables)
-    tables = [table.within(capacity) for table in tables]
+    prepare(tables, times=not by_memory)
     bounds = [table.peak_lower_bound_bytes() if by_memory else table.step_lower_bound_s() for table in tables]
     bound = np.concatenate([np.zeros(0), *bounds])
     order = np.argsort(bound, kind="stable")
-    offsets = np.cumsum([0, *(len(one.cores) for one in tables)])
+    ends = np.cumsum([len(one.cores) for one in tables])
     scores, rows = np.zeros(0), [LayoutColumns.of([])]
     alternatives, fitting, start, size = AlternativeLayouts(), 0, 0, FIRST_BLOCK
+
+    def slowest_kept(*some: Array) -> float:
+        times = np.concatenate(some)
+        worst = float(np.partition(times, keep - 1)[keep - 1]) if len(times) >= keep else np.inf
+        return max(worst, LEAST_MEMORY_MAX_SLOWDOWN * times.min(initial=np.inf)) if with_alternatives else worst
+
     while start < len(order):
-        worst = float(np.partition(scores, keep - 1)[keep - 1]) if len(scores) >= keep else np.inf
-        if with_alternatives:
-            worst = max(worst, LEAST_MEMORY_MAX_SLOWDOWN * alternatives.fastest_s)
+        worst = slowest_kept(scores)
         block = order[start : start + size]
         block = np.sort(block[bound[block] <= worst])
         if not len(block):
             break
         start, size = start + size, 4 * size
-        for table, first, mine in zip(tables, offsets, np.split(block, np.searchsorted(block, offsets[1:-1])), strict=False):
-            if not len(mine):
-                continue
-            most, longest = (min(capacity, worst), None) if by_memory else (capacity, worst)
-            cells = table.evaluate(most, longest, mine - first)
+        mine = [
+            some - end + len(one.cores)
+            for one, end, some in zip(tables, ends, np.split(block, np.searchsorted(block, ends[:-1])), strict=True)
+        ]
+        if by_memory:
+            evaluated = evaluate(tables, mine, min(capacity, worst), None)
+        else:
+            evaluated = evaluate(tables, mine, capacity, worst, partial(slowest_kept, scores))
+        for cells in evaluated:
             fitting += int(cells.fits.sum())
             if with_alternatives:
                 alternatives.add(cells)

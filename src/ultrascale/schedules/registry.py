@@ -283,18 +283,20 @@ def deferred(name: str, ranks: ArrayLike, rank: ArrayLike, microbatches: ArrayLi
 
 
 def in_flight_microbatches(
-    name: str, ranks: int, rank: int, microbatches: ArrayLike, layers: Sequence[int]
+    name: str, ranks: int, rank: ArrayLike, microbatches: ArrayLike, layers: ArrayLike
 ) -> tuple[Floats, Floats]:
-    """`in_flight` and `deferred` in micro-batches' worth of a rank whose stages have so many layers each.
+    """`in_flight` and `deferred` in micro-batches' worth of ranks whose stages have so many layers each (ranks × stages), for
+    several numbers of micro-batches: ranks × numbers.
 
     Exact for one stage per rank and for a V; where more stages are looped they are taken for alike.
     """
-    spec, v = spec_of(name), len(layers)
-    p, r, m = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (ranks, rank, microbatches)))
+    spec, of_ranks = spec_of(name), np.asarray(layers, dtype=np.float64)
+    p, r, m = np.broadcast_arrays(ranks, np.asarray(rank)[:, None], np.asarray(microbatches))
+    v = of_ranks.shape[1]
     if spec.by_stage is None:
         return in_flight(name, p, r, m, v) / v, deferred(name, p, r, m, v) / v
-    weights = np.asarray(layers, dtype=np.float64) / sum(layers)
-    chunks, put_off = (np.tensordot(weights, levels, axes=(0, 1)).max(axis=0) for levels in spec.by_stage(p, r, m))
+    weights = of_ranks / of_ranks.sum(axis=1, keepdims=True)
+    chunks, put_off = (np.einsum("rs,tsrm->trm", weights, levels).max(axis=0) for levels in spec.by_stage(p, r, m))
     return chunks, put_off
 
 
