@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from ultrascale.parallel.torch_private import is_profiling
+from ultrascale.parallel.torch_private import all_gather_into, is_profiling, reduce_scatter_into
 
 TECHNIQUES = {
     "tp": "tensor",
@@ -67,10 +67,6 @@ Op = Literal["sum", "mean", "max"]
 Result = TypeVar("Result", Tensor, list[Tensor])
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
-
-# torch 2.13 deprecates the old names, which are the only ones in 2.11.
-_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class WaitClock:
@@ -163,7 +159,7 @@ def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Ten
     x = x.contiguous()
     whole = x.new_empty(axis.size * len(x), *x.shape[1:])
     with comm_range(axis.name, "all_gather"):
-        work = _gather_into(whole, x, group=axis.group, async_op=True)
+        work = all_gather_into(whole, x, axis.group)
     dim %= x.dim()
     return AsyncCollective(
         "all_gather", _works(work), axis, [x], lambda: whole if dim == 0 else _join(whole.view(axis.size, *x.shape), dim)
@@ -178,7 +174,7 @@ def reduce_scatter_start(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None
     parts = x.contiguous() if dim == 0 else _split(x, axis, dim).flatten(0, 1)
     own = parts.new_empty(len(parts) // axis.size, *parts.shape[1:]) if out is None else out
     with comm_range(axis.name, "reduce_scatter"):
-        work = _scatter_into(own, parts, group=axis.group, async_op=True)
+        work = reduce_scatter_into(own, parts, axis.group)
     return AsyncCollective("reduce_scatter", _works(work), axis, [parts], lambda: own)
 
 

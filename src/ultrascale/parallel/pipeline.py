@@ -275,7 +275,8 @@ class Pipeline:
             grad = torch.full_like(y, scale)
         else:
             grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
-        torch.autograd.backward(y, grad)
+        with torch.autograd.set_multithreading_enabled(False):  # another thread would take the interpreter's lock in turns
+            torch.autograd.backward(y, grad)
         target = self.route.target(action)
         if target is not None:
             assert x.grad is not None
