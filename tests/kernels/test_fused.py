@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from ultrascale.kernels import float8, fused
-from ultrascale.model.transformer import Block, Transformer
+from ultrascale.kernels.deferred import DeferredWeightGrads
+from ultrascale.model import flex
+from ultrascale.model.rotary import tables
+from ultrascale.model.transformer import Block, Transformer, document_bias
+from ultrascale.parallel import recompute
+from ultrascale.specs.layout import Recompute
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
+from ultrascale.train.memory import LiveBytes
 
 MODEL = Model(name="m", layers=2, hidden=48, ffn=80, heads=4, kv_heads=2, head_dim=16, vocab=64, rope_theta=10000.0)
 
@@ -61,6 +68,28 @@ def test_the_fused_block_equals_the_plain_block(joined: bool) -> None:
         fused.join(ours)
     assert [name for name, _ in plain.named_parameters()] == [name for name, _ in ours.named_parameters()]
     train_alike(plain, ours)
+
+
+@pytest.mark.parametrize("block_mask", [False, True])
+def test_documents_in_a_fused_block(block_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a dense mask and with FlexAttention's, whose gradients torch refuses on a CPU by a check of its own."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0] * 9])
+    mask = flex.mask(9, None, documents, torch.device("cpu")) if block_mask else document_bias(documents, torch.float64)
+    plain, ours = built(), built()
+    fused.apply(ours)
+    rope = tables(MODEL, torch.arange(9))
+    x = torch.randn(2, 9, MODEL.hidden, dtype=torch.float64)
+    found = []
+    for model, given in ((plain, document_bias(documents, torch.float64)), (ours, mask)):
+        block, own = model.each_block()[0], x.clone().requires_grad_()
+        out = block(own, rope, given)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (own, *block.parameters()))))
+    causal = ours.each_block()[0](x, rope)
+    assert not torch.allclose(found[1][0], causal)
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5 if block_mask else 1e-9, atol=1e-5 if block_mask else 1e-11)
 
 
 def test_gradients_add_up_over_micro_batches() -> None:
@@ -134,3 +163,22 @@ def test_document_masks_use_the_plain_block() -> None:
     tokens, documents = torch.arange(9).unsqueeze(0), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
     wanted = plain(tokens, torch.arange(9), documents=documents)
     torch.testing.assert_close(ours(tokens, torch.arange(9), documents=documents), wanted)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_a_split_backward_keeps_the_operands_of_weight_gradients_alone(policy: Recompute) -> None:
+    """Until they run: outputs of norms and gate, attention's output, and gradients of q, k, v, gate, up and both sums."""
+    model, deferred = built(), DeferredWeightGrads(used=True)
+    fused.apply(model, deferred)
+    recompute.apply(model, policy)
+    block, rope = model.each_block()[0], tables(MODEL, torch.arange(9))
+    x, grad = (torch.randn(2, 9, MODEL.hidden, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    with LiveBytes() as live:
+        deferred.open = True
+        block(x, rope).backward(grad)  # which is the output gradient of the MLP, too
+        operands = 3 * MODEL.hidden + 3 * MODEL.ffn + 2 * MODEL.q_dim + 2 * MODEL.kv_dim
+        gradients = x.numel() + 2 * MODEL.hidden  # of the input and of norms
+        assert live.current == 8 * (2 * 9 * operands + gradients)
+        del deferred.pending[:]
+        assert live.current == 8 * gradients

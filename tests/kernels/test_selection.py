@@ -32,7 +32,8 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
         ({"cp": 2}, "compiled single_microbatch cuda_graphs"),
         ({"cp": 2, "tp": 2, "recompute": "selective"}, "compiled single_microbatch cuda_graphs"),
         ({"pp": 2, "gas": 2}, "single_microbatch cuda_graphs"),
-        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "compiled loss single_microbatch cuda_graphs"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble"}, "compiled single_microbatch cuda_graphs"),
+        ({"pp": 2, "gas": 2, "schedule": "zero-bubble", "recompute": "full"}, "compiled single_microbatch cuda_graphs"),
         ({"recompute": "full"}, ""),
         ({"recompute": "selective"}, ""),
         ({"offload": "optimizer"}, "adamw single_microbatch cuda_graphs"),
@@ -74,6 +75,10 @@ def test_unfused_blocks_are_reported(family: str, fields: dict[str, Any], word: 
     assert word in (why_not_fused(job, Layout(), training_of()) or "")
 
 
-def test_document_masks_and_options_are_reported() -> None:
-    assert "documents" in (why_not_fused(job_of("llama"), Layout(), training_of(document_mask=True)) or "")
+def test_a_document_mask_excludes_cuda_graphs_alone() -> None:
+    found = choose(job_of("llama"), Layout(), training_of(document_mask=True), "cuda")
+    assert {name for name, used in vars(found).items() if not used} == {"cuda_graphs"}
+
+
+def test_options_are_reported() -> None:
     assert "eager" in (why_not_fused(job_of("llama"), Layout(), training_of(kernels="eager")) or "")

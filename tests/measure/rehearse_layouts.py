@@ -46,6 +46,7 @@ MODELS = {
     "words": Model(  # a vocabulary whose head and loss are the peak
         name="words", layers=2, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256
     ),
+    "four-words": Model(name="four-words", layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256),
     "tied-words": Model(
         name="tied-words", layers=2, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=128256, tied_embeddings=True
     ),
@@ -69,6 +70,7 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"pp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("gqa", {"pp": 2, "tp": 2, "gas": 6, "schedule": "v-half", **TWO}),
     ("gqa", {"pp": 2, "dp": 2, "gas": 4, "zero": 1}),
+    ("dense", {"pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "full"}),
     ("dense", {"recompute": "selective"}),
     ("square", {"tp": 2, "recompute": "selective"}),
     ("tied", {"pp": 2, "gas": 4}),
@@ -88,6 +90,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("words", {"tp": 4, "gas": 2, "sequence_parallel": False}),
     ("tied-words", {"tp": 8, "mbs": 4}),
     ("words", {"tp": 2, "dp": 2, "gas": 2, "zero": 3}),
+    ("words", {"pp": 2, "dp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"}),
+    ("four-words", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "zb-v", **TWO}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 SLOW: list[tuple[str, dict[str, Any]]] = [
@@ -248,6 +252,16 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("words", {"tp": 8, "pp": 2, "dp": 2, "gas": 4, "mbs": 8, "zero": 1, "sequence_parallel": False}),
     ("words", {"tp": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("words", {"tp": 2, "pp": 2, "gas": 4, "mbs": 8, "schedule": "afab"}),
+    ("words", {"pp": 2, "gas": 4, "mbs": 6, "schedule": "zero-bubble"}),
+    ("words", {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "schedule": "zero-bubble"}),
+    ("words", {"tp": 2, "pp": 2, "gas": 4, "mbs": 4, "sequence_parallel": False, "schedule": "zero-bubble"}),
+    ("four-words", {"pp": 4, "dp": 2, "gas": 8, "zero": 1, "schedule": "zero-bubble"}),
+    ("four-words", {"pp": 4, "tp": 2, "dp": 2, "gas": 8, "zero": 3, "schedule": "zero-bubble"}),
+    ("four-words", {"pp": 2, "tp": 2, "gas": 6, "schedule": "zb-v", **TWO}),
+    ("four-words", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "dualpipe-v", **TWO}),
+    ("four-words", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "v-min", **TWO}),
+    ("four-words", {"pp": 2, "dp": 4, "gas": 6, "zero": 1, "schedule": "v-half", **TWO}),
+    ("words", {"pp": 2, "dp": 2, "gas": 4, "zero": 1}),
     ("words", {"tp": 2, "cp": 2, "gas": 2, "mbs": 4}),
     ("tied-words", {"tp": 2, "gas": 2}),
     ("tied-words", {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "sequence_parallel": False}),
@@ -262,6 +276,10 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ),
     ("gqa", {"pp": 2, "tp": 2, "gas": 4, "recompute": "selective", "recompute_layers": 1, "schedule": "zero-bubble"}),
     ("alike", {"dp": 2, "zero": 3, "recompute": "full", "recompute_layers": 2}),
+    ("deep", {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "recompute": "full", "schedule": "zero-bubble"}),
+    ("deep", {"pp": 4, "tp": 2, "dp": 2, "gas": 8, "zero": 1, "recompute": "full", "schedule": "zero-bubble"}),
+    ("deep", {"pp": 2, "tp": 2, "gas": 6, "recompute": "full", "recompute_layers": 2, "schedule": "v-half", **TWO}),
+    ("deep", {"pp": 2, "cp": 2, "gas": 4, "recompute": "full", "schedule": "zero-bubble"}),
 ]
 
 # How far the estimate may be off: states and what is sent not at all.

@@ -1,4 +1,4 @@
-"""The estimate against rehearsals of 204 layouts: states and bytes sent exactly, activations to 3 %, FLOPs to 0.5 %.
+"""The estimate against rehearsals of 221 layouts: states and bytes sent exactly, activations to 3 %, FLOPs to 0.5 %.
 
 Once operator by operator, and once with the kernels of a GPU; there all tensors at the peak are held to 3 %, but not those of
 layers that a GPU compiles, which no rehearsal without one can do.

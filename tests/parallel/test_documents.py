@@ -11,12 +11,16 @@ import pytest
 from builders import write_tokens
 from parallel.harness import SEQ, check, engine_of, job_of, one_process, training_of
 from ultrascale.data.corpora import corpus
+from ultrascale.kernels import selection
+from ultrascale.kernels.fused import FusedBlock
+from ultrascale.kernels.selection import Kernels
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
 from ultrascale.train import supported
 from ultrascale.train.data import Batches
 
+slow = pytest.mark.slow
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2, "gas": 2, "mbs": 2},
     "tp with sequences": {"tp": 2, "sequence_parallel": True, "gas": 2, "mbs": 2},
@@ -40,6 +44,36 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_equal_one_process(name: str, training: Training) -> None:
     check("llama", training, **LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp": 2, "gas": 2, "mbs": 2},
+        {"tp": 2, "gas": 2, "mbs": 2, "recompute": "selective"},
+        {"dp": 2, "zero": 3, "recompute": "full", "gas": 2, "mbs": 2},
+        {"pp": 2, "tp": 2, "schedule": "zero-bubble", "gas": 4},
+        pytest.param({"dp": 2, "recompute": "selective", "gas": 2}, marks=slow),
+        pytest.param({"tp": 2, "gas": 2, "mbs": 2}, marks=slow),
+        pytest.param({"tp": 2, "recompute": "full", "gas": 2, "mbs": 2}, marks=slow),
+        pytest.param({"pp": 2, "schedule": "zero-bubble", "gas": 4}, marks=slow),
+        pytest.param({"pp": 2, "schedule": "zero-bubble", "recompute": "full", "gas": 4}, marks=slow),
+        pytest.param({"pp": 2, "schedule": "zb-v", "virtual_stages": 2, "recompute": "selective", "gas": 4}, marks=slow),
+    ],
+    ids=str,
+)
+def test_fused_blocks_stay_within_documents(
+    fields: dict[str, Any], training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
+    check("llama", training, evaluate=True, **fields)
+
+
+def test_the_fused_block_is_what_ran(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
+    monkeypatch.setattr(FusedBlock, "out_mlp", lambda self, x, *_: 2 * x)
+    with pytest.raises(AssertionError):
+        check("llama", training, dp=2, gas=1)
 
 
 def test_a_window_and_documents_together_under_pipelines(training: Training) -> None:

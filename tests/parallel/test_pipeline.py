@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from parallel.harness import check, engine_of, in_ranks, job_of, relative, training_of
+from ultrascale.kernels import loss, selection
 from ultrascale.kernels.float8_gemm import PlainGemms
-from ultrascale.schedules import ActionKind, build
+from ultrascale.kernels.loss import linear_cross_entropy
+from ultrascale.kernels.selection import Kernels
+from ultrascale.parallel import vocab_loss
+from ultrascale.parallel.vocab_loss import vocab_parallel_cross_entropy
+from ultrascale.schedules import REGISTRY, ActionKind, build
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 
@@ -138,3 +144,31 @@ def test_evaluation(fields: dict[str, Any]) -> None:
     assert abs(wanted[3] - wanted[2]) > 1e-4  # the step changed what is evaluated
     for actual in in_ranks(_evaluated, job_of(model), layout, training_of()):
         assert relative(list(actual), list(wanted)) < 1e-5
+
+
+SPLIT = [name for name, fields in SCHEDULES.items() if REGISTRY[fields["schedule"]].split_backward]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "fields"),
+    [
+        ("tied", "zero-bubble", {}),
+        ("llama", "zb-v", {"dp": 2, "zero": 3}),
+        ("tied", "zero-bubble", {"tp": 2, "mbs": 3}),
+        *(pytest.param("tied", name, {}, marks=slow) for name in SPLIT[1:]),
+        *(pytest.param("llama", name, {"tp": 2}, marks=slow) for name in SPLIT[1:]),
+        *(pytest.param("tied", name, {"dp": 2, "zero": zero}, marks=slow) for name in SPLIT[:3:2] for zero in (1, 2, 3)),
+        pytest.param("llama", "zero-bubble", {"tp": 2, "sequence_parallel": False}, marks=slow),
+        pytest.param("tied", "zb-v", {"tp": 2, "dp": 2, "zero": 1}, marks=slow),
+        pytest.param("tied", "zero-bubble", {"tp": 2, "dp": 2, "zero": 3}, marks=slow),
+    ],
+    ids=str,
+)
+def test_chunked_loss_under_a_split_backward(
+    family: str, name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's weight gradient is computed with the loss and is not deferred; chunks divide no micro-batch."""
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(loss=layout.gpus > 1))
+    monkeypatch.setattr(loss, "linear_cross_entropy", partial(linear_cross_entropy, chunk=5))
+    monkeypatch.setattr(vocab_loss, "vocab_parallel_cross_entropy", partial(vocab_parallel_cross_entropy, chunk=5))
+    check(family, evaluate=True, pp=2, **{"gas": 4, **fields, **SCHEDULES[name]})

@@ -20,7 +20,7 @@ from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.operators import RMSNorm, at_least_fp32, swiglu
 from ultrascale.model.rotary import Rope, rotate
-from ultrascale.model.transformer import MLP, Block, MultiLinear, Transformer
+from ultrascale.model.transformer import MLP, Block, Mask, MultiLinear, Transformer
 
 
 def apply(model: Transformer, deferred: DeferredWeightGrads | None = None) -> None:
@@ -97,14 +97,13 @@ class FusedBlock(Block):
         settings = self.mlp_kernel, self.saves_gate_up, self.deferred
         return _FusedOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or rope is None:
-            return super().forward(x, rope, bias)
+    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
+        assert rope is not None  # kernel selection leaves blocks without rotary positions plain
         attention, (qkv, inputs) = self.attention, self.joined_linears()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # without biases: one matrix each
         x, q, k, v = self.qkv_rotary(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)
-        attended = attention.core(q, k, v)
+        attended = attention.core(q, k, v) if bias is None else attention.core(q, k, v, bias)
         assert isinstance(self.mlp, MLP)
         return self.out_mlp(x, attended, attention.out.weight, second.weight, *weights[3:], self.mlp.down.weight, second.eps)
 
@@ -122,7 +121,7 @@ class _FusedQKV(torch.autograd.Function):
         heads, kv_heads = len(q) // dim, len(k) // dim
         rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
-        ctx.deferred = deferred
+        ctx.deferred, ctx.parameters = deferred, (q, k, v)  # the leaves: checkpointing unpacks copies, whose .grad is lost
         rotated_q, rotated_k, values = torch.split(joint.view(*x.shape[:2], -1, dim), [heads, kv_heads, kv_heads], dim=2)
         return x.view_as(x), rotated_q, rotated_k, values
 
@@ -134,7 +133,7 @@ class _FusedQKV(torch.autograd.Function):
         joint = rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
         grad_normed = joint @ joined(q, k, v)
         grad_x, grad_gain, normed = norm_backward(grad_normed, x.flatten(0, 1), scales, gain, past.flatten(0, 1))
-        grad_weights = ctx.deferred.compute((q, k, v), qkv_weight_grads((q, k, v)), joint, normed)
+        grad_weights = ctx.deferred.compute(ctx.parameters, qkv_weight_grads((q, k, v)), joint, normed)
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None
 
 
@@ -146,11 +145,12 @@ class _FusedOutputAndMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
         mlp_kernel: GatedMLPKernel, saves_gate_up: bool, deferred: DeferredWeightGrads,
     ) -> Tensor:  # fmt: skip
-        rows = attended.flatten(2).flatten(0, 1)
-        total, normed, scales = norm(rows @ out.t(), x.flatten(0, 1), gain, eps)
+        total, normed, scales = norm(_rows(attended) @ out.t(), x.flatten(0, 1), gain, eps)
         both, gated = mlp_kernel.forward(normed, gate_, up)
-        ctx.save_for_backward(rows, total, scales, both if saves_gate_up else None, out, gain, gate_, up, down)
-        ctx.eps, ctx.shape, ctx.mlp_kernel, ctx.deferred = eps, attended.shape, mlp_kernel, deferred
+        # Not its rows: in a rehearsal, whose tensors are fake, a view keeps the graph of what is recomputed.
+        ctx.save_for_backward(attended, total, scales, both if saves_gate_up else None, out, gain, gate_, up, down)
+        ctx.eps, ctx.mlp_kernel, ctx.deferred = eps, mlp_kernel, deferred
+        ctx.parameters = out, gate_, up, down  # the leaves: checkpointing unpacks copies, whose .grad is lost
 
         def result() -> tuple[Tensor]:
             return (total.view_as(x) + (gated @ down.t()).view_as(x),)  # not a view: FSDP2 registers its hook on it
@@ -160,20 +160,26 @@ class _FusedOutputAndMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
+        attended, total, scales, both, out, gain, gate_, up, down = ctx.saved_tensors
         flat, mlp_kernel, deferred = grad.contiguous().flatten(0, 1), ctx.mlp_kernel, ctx.deferred
+        of_out, *of_inputs, of_down = ctx.parameters
         if both is None:
             both = mlp_kernel.gate_up(norm(total, None, gain, ctx.eps)[1], gate_, up)
         grad_both, gated = mlp_kernel.backward(flat, down, both)
         del both
-        (grad_down,) = deferred.compute((down,), weight_grad, flat, gated)
+        (grad_down,) = deferred.compute((of_down,), weight_grad, flat, gated)
         del gated
         grad_total, grad_gain, normed = norm_backward(mlp_kernel.grad_input(grad_both, gate_, up), total, scales, gain, flat)
-        grad_gate, grad_up = deferred.compute((gate_, up), mlp_kernel.grad_weights, grad_both, normed)
+        grad_gate, grad_up = deferred.compute(of_inputs, mlp_kernel.grad_weights, grad_both, normed)
         del grad_both, normed
-        grad_inputs = grad_total.view_as(grad), (grad_total @ out).view(ctx.shape)
-        (grad_out,) = deferred.compute((out,), weight_grad, grad_total, rows)
+        grad_inputs = grad_total.view_as(grad), (grad_total @ out).view(attended.shape)
+        (grad_out,) = deferred.compute((of_out,), weight_grad, grad_total, _rows(attended))
         return *grad_inputs, grad_out, grad_gain, grad_gate, grad_up, grad_down, None, None, None, None
+
+
+def _rows(attended: Tensor) -> Tensor:
+    """Attention's output [b, s, heads, d] as [n, heads·d]."""
+    return attended.flatten(2).flatten(0, 1)
 
 
 def weight_grad(grad: Tensor, x: Tensor) -> tuple[Tensor]:

@@ -35,8 +35,7 @@ class Kernels:
 def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels:
     if device != "cuda" or training.kernels == "eager":
         return Kernels()
-    split = _splits(layout)
-    compiled = layout.tp == layout.cp == 1 and not split
+    compiled = layout.tp == layout.cp == 1 and not _splits(layout)
     if training.kernels == "compile":
         return Kernels(compiled=compiled)
     adamw = job.optimizer == "adamw" and layout.offload == "none"
@@ -45,7 +44,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
         fused=why_not_fused(job, layout, training) is None,
         compiled=compiled,
         # fp16 must scale the loss before gradients are computed. An fp8 head has no statistics of a part of the vocabulary.
-        loss=job.precision != "fp16" and not split and not (layout.tp > 1 and fp8_head),
+        loss=job.precision != "fp16" and not (layout.tp > 1 and fp8_head),
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         single_microbatch=adamw and layout.gpus == layout.gas == 1,
@@ -66,14 +65,12 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return f"layers are cut (tp = {layout.tp}, cp = {layout.cp}), and their matmuls are in fp8"
     if _splits(layout) and job.precision == "fp8":
         return f"{layout.schedule} splits their backward, and their matmuls are in fp8"
-    if layout.recompute == "full" and (job.precision == "fp8" or _splits(layout)):
-        return "they are recomputed in full, " + ("in fp8" if job.precision == "fp8" else "and their backward is split")
+    if layout.recompute == "full" and job.precision == "fp8":
+        return "they are recomputed in full, in fp8"
     if job.precision == "fp8" and training.fp8_scaling != "tensor":
         return f"fp8 has a scale per {training.fp8_scaling}"
     if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):
         return plain
-    if training.document_mask:
-        return "attention stays within documents"
     return fused_blocks_problem(job.model, job.seq)
 
 

@@ -60,6 +60,7 @@ class _TensorParallelQKV(torch.autograd.Function):
         fused.rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
         ctx.eps, ctx.deferred, ctx.axis = eps, deferred, axis
+        ctx.parameters = q, k, v  # the leaves: checkpointing unpacks copies, whose .grad is lost
         whole = joint.view(len(x), -1, *joint.shape[1:])
         rotated_q, rotated_k, values = torch.split(whole, [heads, kv_heads, kv_heads], dim=2)
         return x.view_as(x), rotated_q, rotated_k, values
@@ -78,7 +79,7 @@ class _TensorParallelQKV(torch.autograd.Function):
         grad_weights = None if gathering is None else of_weights(joint, gathering.wait())
         grad_x, grad_gain, normed = fused.norm_backward(reduction.wait(), rows, scales, gain, past.flatten(0, 1))
         if grad_weights is None:
-            grad_weights = deferred.compute((q, k, v), lambda: of_weights(joint, comm.all_gather(normed, axis)))
+            grad_weights = deferred.compute(ctx.parameters, lambda: of_weights(joint, comm.all_gather(normed, axis)))
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None, None
 
 
@@ -95,6 +96,7 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         both, gated = mlp_kernel.forward(comm.all_gather(normed, axis), gate_, up)
         ctx.save_for_backward(attended, total, scales, both if saves_gate_up else None, out, gain, gate_, up, down)
         ctx.eps, ctx.mlp_kernel, ctx.deferred, ctx.axis = eps, mlp_kernel, deferred, axis
+        ctx.parameters = out, gate_, up, down  # as above
 
         def result() -> tuple[Tensor]:
             return (total.view_as(x) + comm.reduce_scatter(gated @ down.t(), axis).view_as(x),)
@@ -154,7 +156,7 @@ def _deferred_backward(ctx: Any, own: Tensor, shape: torch.Size) -> tuple[Tensor
         del second
         return third.wait().t() @ _attended_rows(attended, axis), grad_gate, grad_up, grad_down
 
-    grad_out, *of_mlp = ctx.deferred.compute((out, gate_, up, down), weight_grads)
+    grad_out, *of_mlp = ctx.deferred.compute(ctx.parameters, weight_grads)
     return grad_total.view(shape), grad_attended, grad_out, grad_gain, *of_mlp
 
 

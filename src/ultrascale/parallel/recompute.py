@@ -27,7 +27,7 @@ from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import RecomputeRegion
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
-from ultrascale.model.transformer import MLP, Block, Transformer
+from ultrascale.model.transformer import MLP, Block, Mask, Transformer
 from ultrascale.parallel.tensor import RowParallelLinear
 from ultrascale.parallel.torch_private import TorchDispatchMode
 from ultrascale.specs.layout import Recompute
@@ -107,7 +107,7 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
 
 def _checkpointed(forward: Forward, options: dict[str, Any]) -> Forward:
     # A function and not a `partial` of `checkpoint`: torch.compile skips torch's own frames and would skip the block.
-    def recomputed(x: Tensor, rope: Rope | None, bias: Tensor | None = None) -> Tensor:
+    def recomputed(x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
         out: Tensor = checkpoint(forward, x, rope, bias, **options)
         return out
 

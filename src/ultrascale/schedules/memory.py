@@ -61,6 +61,12 @@ class InFlightCounts:
         return np.asarray(self.backwards_done >= self.ends_backward.sum(axis=1, keepdims=True))
 
     @cached_property
+    def ends_last_backward(self) -> NDArray[np.bool_]:
+        """Ends the last backward of its stage."""
+        last = self.backwards_done == self.ends_backward.sum(axis=1, keepdims=True) - 1
+        return np.asarray((self.ends_backward & last).any(axis=2))
+
+    @cached_property
     def consecutive_backwards(self) -> NDArray[np.bool_]:
         """Backwards that follow on another one of the same stage, its weights' turns left aside."""
         return self._follows(ActionKind.W) & (self.by_kind[ActionKind.B] | self.by_kind[ActionKind.I])
@@ -72,12 +78,25 @@ class InFlightCounts:
 
     def _follows(self, left_aside: ActionKind) -> NDArray[np.bool_]:
         """Actions that follow on one of their own kind and stage, those of one kind left aside."""
-        included = ((self.kind >= 0) & (self.kind != KINDS.index(left_aside)))[..., None] & self.own_stage
+        included = (self.kind != KINDS.index(left_aside))[..., None] & self._of_stages
+        return np.asarray((included & (self._kinds_before(included) == self.kind[..., None])).any(axis=2))
+
+    @cached_property
+    def forward_before(self) -> NDArray[np.bool_]:
+        """Each of the rank's stages had a forward as its last action before this one."""
+        return np.asarray(self._kinds_before(self._of_stages) == KINDS.index(ActionKind.F))
+
+    @property
+    def _of_stages(self) -> NDArray[np.bool_]:
+        return np.asarray((self.kind >= 0)[..., None] & self.own_stage)
+
+    def _kinds_before(self, included: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The kind of the last action of each stage before this one, of those included; −1 where there was none."""
         places = np.where(included, np.arange(self.kind.shape[1])[:, None], -1)
         last = np.maximum.accumulate(places, axis=1)
         before = np.concatenate((np.full_like(last[:, :1], -1), last[:, :-1]), axis=1)
         kinds = np.take_along_axis(self.kind[..., None], np.maximum(before, 0), axis=1)
-        return np.asarray((included & (before >= 0) & (kinds == self.kind[..., None])).any(axis=2))
+        return np.where(before >= 0, kinds, -1)
 
 
 @lru_cache(maxsize=128)

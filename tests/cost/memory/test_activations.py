@@ -177,15 +177,16 @@ def test_chunked_head_over_a_cut_vocabulary(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "layout"),
     [
-        ({}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}),
+        ({"precision": "fp16"}, {"pp": 2, "gas": 2, "schedule": "zero-bubble"}),
+        ({"precision": "fp16"}, {"cp": 2}),
         ({"precision": "fp16"}, {}),
         ({"precision": "fp16"}, {"tp": 8}),
     ],
     ids=str,
 )
 def test_layouts_whose_loss_is_not_chunked(fields: dict[str, str], layout: dict[str, object]) -> None:
-    """Before a split backward and over a cut vocabulary in fp16 the loss is plain operators'; whole, fp16 has a compiled graph
-    of it, which keeps the logits and writes their gradient over them.
+    """In fp16 the loss is plain operators' where layers are cut or their backward is split; else it is a compiled graph, which
+    keeps the logits and writes their gradient over them.
     """
     columns = LayoutColumns.of([Layout(**layout)])
     plain = Framework(loss="overwritten" if fields and not layout else "log-softmax")

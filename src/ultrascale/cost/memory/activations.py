@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
-from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, selective_policy, uses_fused_blocks
+from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, selective_policy, uncut, uses_fused_blocks
 from ultrascale.specs.job import Job
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
@@ -239,7 +239,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
 def chunked_loss(job: Job, columns: LayoutColumns) -> Array:
     """Rows whose loss comes with its gradients; in fp16 only head and loss that are one compiled graph."""
     fits = job.framework.loss == "at-once"
-    return np.asarray(fits & ~columns.split_backward & ((columns.tp == 1) | (job.precision != "fp16")))
+    return np.asarray(fits & (uncut(columns) | (job.precision != "fp16")))
 
 
 def loss_chunk(job: Job, columns: LayoutColumns) -> Array:

@@ -347,11 +347,16 @@ class ChunkMemory:
         return np.asarray(np.maximum(0, np.minimum(2, left) - in_bf16) * self.fp8_block)
 
     @cached_property
+    def unsharded_ends(self) -> Array:
+        """Embedding and head, which ZeRO-3 gathers in a forward and frees in the next backward of the chunk."""
+        return self.unsharded(self.own.ends, 0.0 * self.own.ends)
+
+    @cached_property
     def unsharded_between_layers(self) -> Array:
         """Embedding and head, gathered through a micro-batch, and the chunk's last layer."""
         share = self.share
         in_bf16 = (share.head == 1) | ((share.embedding == 1) & (share.layers == 1))
-        return self.unsharded(self.rank_params.ends + self.rank_params.block, np.where(in_bf16, 0.0, self.fp8_block))
+        return self.unsharded(self.own.ends + self.rank_params.block, np.where(in_bf16, 0.0, self.fp8_block))
 
     @cached_property
     def last_all_gather(self) -> Array:

@@ -113,9 +113,14 @@ class ChunkParts(PeakParts):
     forward_end: MemoryPoint
     input_grads_end: MemoryPoint
     backward_end: MemoryPoint
+    last_backward_end: MemoryPoint
+    """of a step, in ZeRO-1"""
     backward_start: MemoryPoint
     embedding: Array
-    """gradients in the embedding's backward, never deferred"""
+    """the embedding and its gradients, never deferred, in its backward"""
+    whole_embedding: MemoryPoint
+    """the same in a backward that is not split"""
+    unsharded_ends: Array
     waiting_head: Array
     """the head's weight gradient while it waits for the chunk's reduce-scatter"""
     waiting_embedding: Array
@@ -164,16 +169,20 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
         live = tensors.chunk_events(chunk, gradients)
         forward_end, input_grads_end = live.at(ChunkEvent.FORWARD_END), live.at(ChunkEvent.WEIGHT_GRADS)
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
+        last_backward_end = tensors.last_backward_end(chunk, gradients)
     else:
         forward_end = input_grads_end = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
-        backward_start = backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
+        backward_start = backward_end = last_backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
     return ChunkParts(
         **vars(parts),
         forward_end=forward_end,
         input_grads_end=input_grads_end,
         backward_end=backward_end,
+        last_backward_end=last_backward_end,
         backward_start=backward_start,
         embedding=tensors.embedding_backward(chunk),
+        whole_embedding=tensors.whole_embedding_backward(chunk, gradients),
+        unsharded_ends=chunk.unsharded_ends if job.framework.exact_memory_trace else nothing,
         waiting_head=tensors.waiting_gradient(chunk, share.head),
         waiting_embedding=tensors.waiting_gradient(chunk, share.embedding),
         reduce_scatter_input=chunk.reduce_scatter_input,
@@ -384,11 +393,20 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
     # Gradients of head and embedding are never deferred: they wait for the reduce-scatter after the deferred ones.
     waits = (actions.deferred > 0) & (forward[..., None] | ~actions.own_stage)
     live = live + _over_chunks(waits, (steady.waiting_head + steady.waiting_embedding)[chunks])
+    # Embedding and head that ZeRO-3 gathered for a forward, and has not freed in a backward yet.
+    gathered = actions.forward_before * steady.unsharded_ends[chunks][:, None]
+    live = live + (gathered * ~actions.own_stage).sum(axis=2)
     # Where experts make the end of a forward the peak, its own loss is yet to come.
     in_forward = live - np.where(forward & traced, kept_loss[at], 0.0)
     yield _ActionPoint("end of a forward", forward, in_forward, steady.forward_end, first.forward_end)
-    yield _ActionPoint("weight gradients", weights, live, steady.weight_grads, first.weight_grads)
-    yield _ActionPoint("end of a backward", whole | weights, live, steady.backward_end, first.backward_end)
+    with_ends = live + (gathered * actions.own_stage).sum(axis=2)
+    yield _ActionPoint("weight gradients", weights, with_ends, steady.weight_grads, first.weight_grads)
+    # The points after a backward of a schedule that splits some are without what deferred weight gradients hold.
+    ended = live + np.where(whole & inputs.any() & traced, dropped[at], 0.0)
+    yield _ActionPoint("end of a backward", whole | weights, ended, steady.backward_end, first.backward_end)
+    if traced and view.layout.zero == 1 and _sharded(view.layout) and view.layout.gas > 1:
+        last = actions.ends_last_backward
+        yield _ActionPoint("end of a backward", last, ended, steady.last_backward_end, first.last_backward_end)
     at_loss = live
     if inputs.any():
         # At the loss a split backward has recomputed nothing yet.
@@ -400,6 +418,8 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
         both = again | (gradient_bytes(view.job) > compute_bytes(view.job))
         at_embedding = live + steady.embedding[at] + np.where(both, steady.waiting_embedding[at], 0.0)
         yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.input_grads_end, first.input_grads_end)
+        if traced:
+            yield _ActionPoint("backward of the embedding", whole, live, steady.whole_embedding, first.whole_embedding)
     yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
     yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
     yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)

@@ -54,16 +54,15 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
 def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
     """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is.
 
-    Layers that tp cuts have them with sequence parallelism; in fp8 those that are neither cut nor recomputed in full; with a
-    split backward those that are not recomputed in full.
+    Layers that tp cuts have them with sequence parallelism; in fp8 those that are neither cut, nor recomputed in full, nor have
+    a split backward.
     """
     fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
     fits = fits and fused_blocks_problem(job.model, job.seq) is None
-    full = columns.is_("recompute", "full")
     if job.precision == "fp8":
-        return np.asarray(uncut(columns) & ~full & fits)
+        return np.asarray(uncut(columns) & ~columns.is_("recompute", "full") & fits)
     whole_sequences = (columns.tp > 1) & (columns.sequence_parallel == 0)
-    return np.asarray(~whole_sequences & ~(full & columns.split_backward) & fits)
+    return np.asarray(~whole_sequences & fits)
 
 
 def selective_policy(job: Job) -> str:

@@ -214,7 +214,9 @@ def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Ite
     yield activation("gathered output gradient of attention", gathered, out, attention)
     yield activation("gradient of attention's output", layer.modules["attention output"], out, attention)
     yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
-    copies = np.where(chunk.sharded, 2 * chunk.mlp_weight_gradient[False], 0.0)
+    # Freed before the input gradient is scattered, or the norm's backward allocates.
+    after = np.where(gathered > 0, residual, normed)
+    copies = np.where(chunk.sharded, np.maximum(0.0, 2 * chunk.mlp_weight_gradient[False] - after), 0.0)
     yield buffer("gate and up weights, copied together", copies, norm, out)
 
 
@@ -361,8 +363,8 @@ def _beside_layer(
     yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
     blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
-    both = chunk.unsharded(params.ends + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
-    next_one = params.ends + blocks + (params.layer - 2 * params.block)
+    both = chunk.unsharded(chunk.own.ends + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
+    next_one = chunk.own.ends + blocks + (params.layer - 2 * params.block)
     prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
     yield buffer("unsharded parameters", both, start, scatter)
     yield buffer("unsharded parameters", prefetched, scatter, end)
@@ -406,8 +408,7 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
     yield buffer("unsharded parameters, reduce-scatter inputs", between, event.FORWARD_END, event.LOSS_FORWARD)
     yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
-    ends = chunk.unsharded(chunk.rank_params.ends, 0.0 * between) + chunk.rank_reduce_scatter_inputs
-    yield buffer("unsharded parameters, reduce-scatter inputs", ends, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
+    yield buffer("reduce-scatter inputs", chunk.rank_reduce_scatter_inputs, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
     freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
     yield TensorLifetime(
@@ -483,7 +484,7 @@ def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """ZeRO-3 gathers embedding and head again: as they arrive, and as they are used."""
     start, end, params = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.rank_params
     gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
-    unsharded = chunk.unsharded(2 * params.ends + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers))
+    unsharded = chunk.unsharded(2 * chunk.own.ends + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers))
     sizes = unsharded + chunk.rank_reduce_scatter_inputs
     yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
     yield buffer("unsharded parameters, reduce-scatter inputs", np.where(gathers, sizes, 0.0), start, end)
@@ -517,6 +518,22 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     after = live.at(ChunkEvent.LAYER_REDUCE_SCATTER)
     found = where(late & ((chunk.own.ends == 0) | (after.total > point.total)), after, point)
     return where(chunk.reduce_scatters, found, MemoryPoint.nothing(len(chunk.columns)))
+
+
+def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+    """The reduce-scatter of a step's accumulated gradients in ZeRO-1: of embedding and head, or of a chunk's first layer.
+
+    It follows the layers' in a whole backward, and comes first after deferred weight gradients.
+    """
+    own, b, late = chunk.own, compute_bytes(chunk.job), chunk.columns.split_backward
+    group = np.where(own.ends > 0, own.ends, own.block)
+    reduced = np.where(late, 0.0, own.total - group)
+    return MemoryPoint(
+        activations=-chunk.saved - np.where(late, chunk.deferred, 0.0),
+        buffers=gradient_bytes(chunk.job) * group + chunk.reduce_scatter_output(group),
+        gradients=gradients * (1 - reduced * (1 - 1 / chunk.columns.shards) / chunk.rank_params.total),
+        parameters=-b * (group + reduced),
+    )
 
 
 def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
@@ -572,7 +589,22 @@ def waiting_gradient(chunk: ChunkMemory, there: Array) -> Array:
 
 
 def embedding_backward(chunk: ChunkMemory) -> Array:
-    """The embedding's weight gradient, and output gradients of all tokens on a rank that has a part of the vocabulary."""
-    cut = chunk.columns.split_backward & (chunk.columns.tp > 1) & chunk.job.framework.exact_memory_trace
-    gathered = np.where(cut, chunk.share.embedding * chunk.full_sequence, 0.0)
-    return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + gathered)
+    """The embedding, its weight gradient, the output gradients of all tokens on a rank that has a part of the vocabulary, and
+    the chunk's output, from which its backward started.
+    """
+    columns, traced = chunk.columns, chunk.job.framework.exact_memory_trace
+    gradient = np.where(columns.tp > 1, chunk.full_sequence, chunk.residual)
+    outputs = chunk.share.embedding * (gradient + np.where(chunk.sends_output, chunk.residual, 0.0))
+    outputs = np.where(columns.split_backward & traced, outputs, 0.0)
+    return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + outputs + chunk.unsharded_ends)
+
+
+def whole_embedding_backward(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+    """The embedding's backward in a whole one of a schedule that splits others: what its layers saved is freed, and their
+    gradients wait for the reduce-scatter with the embedding's, which is live in both formats where it is cast.
+    """
+    own, b, g, nothing = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), np.zeros(len(chunk.columns))
+    waiting = np.where(chunk.reduce_scatters, g * (own.total - own.ends) + np.where(g > b, g * own.ends, 0.0), 0.0)
+    buffers = chunk.share.embedding * (waiting + chunk.rank_reduce_scatter_inputs)
+    received = chunk.share.embedding * chunk.residual
+    return MemoryPoint(embedding_backward(chunk) + received - chunk.saved, buffers, gradients, nothing)
