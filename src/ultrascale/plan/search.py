@@ -255,7 +255,7 @@ def _row_key(job: Job, layout: Layout) -> tuple[object, ...]:
 
 def _limit_variants(best: list[tuple[float, RankedLayouts, int]]) -> list[tuple[Job, Layout]]:
     """In their order, without more than `MAX_VARIANTS` that differ in virtual stages alone, and without those in which another
-    recomputation changes nothing: fused blocks keep nothing that `selective` would drop.
+    recomputation changes nothing: in fp8, fused blocks keep nothing that `selective` would drop.
     """
     number: Counter[tuple[object, ...]] = Counter()
     times: dict[Layout, float] = {}
