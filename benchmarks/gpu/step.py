@@ -223,7 +223,7 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 def machine(gpu: str) -> str:
     versions = f"torch {torch.__version__} · Python {platform.python_version()}"
-    return f"{gpu} · {versions} · {datetime.date.today()} · sequences of {SEQ}"
+    return f"{gpu} · {versions} · {datetime.date.today()}"
 
 
 def show(rows: Sequence[Measured], title: str) -> None:
@@ -297,9 +297,9 @@ def main() -> None:
         if kernels:
             show_profile(kernels)
     if options.json:
-        print(json.dumps({"machine": machine(gpu), "rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
+        print(json.dumps({"machine": machine(gpu), "seq": SEQ, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
     else:
-        show(rows, machine(gpu))
+        show(rows, f"{machine(gpu)} · sequences of {SEQ}")
 
 
 if __name__ == "__main__":
