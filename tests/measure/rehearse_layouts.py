@@ -91,10 +91,13 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("tied-words", {"tp": 8, "mbs": 4}),
     ("words", {"tp": 2, "dp": 2, "gas": 2, "zero": 3}),
     ("words", {"pp": 2, "dp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"}),
+    ("tied-words", {"pp": 2, "gas": 4}),  # the first stage peaks in the embedding's backward
     ("four-words", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "zb-v", **TWO}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 SLOW: list[tuple[str, dict[str, Any]]] = [
+    ("four-words", {"pp": 2, "gas": 4, "schedule": "interleaved", **TWO}),
+    ("four-words", {"pp": 2, "tp": 2, "gas": 4, "recompute": "full"}),
     ("gqa", {}),
     ("gqa", {"mbs": 2}),
     ("gqa", {"dp": 4, "gas": 2}),

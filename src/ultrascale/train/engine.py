@@ -219,7 +219,7 @@ class Engine:
             first += last
             last.copy_(first)
         else:
-            _all_reduce_flat([self._tied[0].gradient], self.mesh.ends)
+            comm.all_reduce(self._tied[0].gradient, self.mesh.ends)
 
     def _mean_loss(self, total: torch.Tensor) -> torch.Tensor:
         """All-reduces loss and stop request. Only last stages have a loss, which is the same on each of their tp ranks."""

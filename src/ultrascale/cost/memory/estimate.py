@@ -418,8 +418,9 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
         both = again | (gradient_bytes(view.job) > compute_bytes(view.job))
         at_embedding = live + steady.embedding[at] + np.where(both, steady.waiting_embedding[at], 0.0)
         yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.input_grads_end, first.input_grads_end)
-        if traced:
-            yield _ActionPoint("backward of the embedding", whole, live, steady.whole_embedding, first.whole_embedding)
+    scatters = view.layout.zero >= 2 and _sharded(view.layout)
+    if traced and view.layout.pp > 1 and (inputs.any() or not scatters):  # else a reduce-scatter follows at once, and is fuller
+        yield _ActionPoint("backward of the embedding", whole, live, steady.whole_embedding, first.whole_embedding)
     yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
     yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
     yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)

@@ -600,11 +600,14 @@ def embedding_backward(chunk: ChunkMemory) -> Array:
 
 
 def whole_embedding_backward(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
-    """The embedding's backward in a whole one of a schedule that splits others: what its layers saved is freed, and their
-    gradients wait for the reduce-scatter with the embedding's, which is live in both formats where it is cast.
+    """The embedding's backward in a whole one: what its layers saved is freed.
+
+    In a schedule that splits others, the layers' gradients wait for the reduce-scatter with the embedding's, which is live in
+    both formats where it is cast.
     """
+    fresh = np.where(chunk.columns.split_backward, 0.0, chunk.share.embedding * chunk.vocabulary_gradient)
     own, b, g, nothing = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), np.zeros(len(chunk.columns))
     waiting = np.where(chunk.reduce_scatters, g * (own.total - own.ends) + np.where(g > b, g * own.ends, 0.0), 0.0)
     buffers = chunk.share.embedding * (waiting + chunk.rank_reduce_scatter_inputs)
     received = chunk.share.embedding * chunk.residual
-    return MemoryPoint(embedding_backward(chunk) + received - chunk.saved, buffers, gradients, nothing)
+    return MemoryPoint(embedding_backward(chunk) + fresh + received - chunk.saved, buffers, gradients, nothing)
