@@ -127,6 +127,28 @@ def test_documents_change_no_memory_of_fused_blocks(fields: dict[str, Any], monk
     assert set(given) == {"mask"}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 2, "gas": 2, "recompute": "selective"},
+        {"tp": 2, "gas": 1, "mbs": 2},
+        {"tp": 2, "dp": 2, "gas": 1, "zero": 3},
+        {"tp": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble"},
+    ],
+    ids=str,
+)
+def test_chunks_of_tensor_parallelism_need_no_more_memory(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, layout = job_and_layout("gqa", fields, "fused")
+    validate, whole = Training.model_validate, rehearse_rank(job, layout, 0, kernels="fused")
+    chunked = SimpleNamespace(model_validate=lambda fields: validate({**fields, "tp_chunks": 4}))
+    monkeypatch.setattr(rehearse_module, "Training", chunked)
+    one = rehearse_rank(job, layout, 0, kernels="fused")
+    assert one.peak <= whole.peak
+    assert one.flops == whole.flops
+    assert one.sent("tensor") == whole.sent("tensor")
+    assert one.collectives != whole.collectives  # more of them
+
+
 def test_which_kernels_are_rehearsed() -> None:
     job, layout = job_and_layout("gqa", {"dp": 2}, "fused")
     assert kernels_of(job, "meta") == "fused"

@@ -205,7 +205,7 @@ def _as_cut(job: Job, layout: Layout) -> Job:
     return job.changed(cluster=cluster, batch_tokens=layout.batch_tokens(job.seq))
 
 
-_BETWEEN_RANKS = ("bucket_mb", "compress", "reduce_every_microbatch", "expert_overlap")
+_BETWEEN_RANKS = ("bucket_mb", "compress", "reduce_every_microbatch", "expert_overlap", "tp_chunks")
 
 
 def plain(training: Training) -> dict[str, Any]:

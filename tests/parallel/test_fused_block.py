@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.harness import check, job_of
+from parallel.harness import check, job_of, training_of
 from ultrascale.kernels import deferred, selection
-from ultrascale.kernels.deferred import add_gradient
+from ultrascale.kernels.deferred import DeferredWeightGrads, add_gradient
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, fused_block
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import AsyncCollective, Axis
 
 slow = pytest.mark.slow
 
@@ -98,42 +98,138 @@ def test_every_weight_gradient_of_a_split_backward_is_deferred(lost: int, monkey
         check("llama", pp=2, gas=2, tp=1 + lost % 2, schedule="zero-bubble")
 
 
+@pytest.mark.parametrize(
+    ("family", "chunks", "fields"),
+    [
+        ("llama", 2, {"tp": 2, "gas": 2}),
+        ("llama", 2, {"tp": 2, "gas": 1, "mbs": 2}),  # a chunk is a sequence
+        ("llama", 2, {"tp": 2, "gas": 1, "mbs": 4, "recompute": "full"}),  # two sequences
+        ("llama", 4, {"tp": 2, "gas": 1, "mbs": 2, "recompute": "selective"}),  # half a sequence
+        ("one-kv-head", 4, {"tp": 2, "gas": 1}),
+        ("llama", 2, {"tp": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective", "recompute_layers": 1}),
+        ("llama", 4, {"tp": 2, "pp": 2, "gas": 4, "mbs": 2, "schedule": "zero-bubble"}),
+        ("llama", 4, {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "mbs": 2}),
+        pytest.param("llama", 2, {"tp": 2, "dp": 2, "zero": 1, "gas": 2, "mbs": 2}, marks=slow),
+        pytest.param("llama", 3, {"tp": 2, "gas": 1, "mbs": 3}, marks=slow),
+        pytest.param("llama", 16, {"tp": 2, "gas": 2}, marks=slow),  # of one token
+        pytest.param("llama", 2, {"tp": 4, "gas": 1, "mbs": 2}, marks=slow),
+        pytest.param("llama", 4, {"tp": 4, "gas": 1, "mbs": 2, "recompute": "selective"}, marks=slow),
+        pytest.param("one-kv-head", 4, {"tp": 4, "gas": 2, "recompute": "full"}, marks=slow),
+        pytest.param("llama", 2, {"tp": 4, "gas": 2, "mbs": 4}, marks=slow),
+        pytest.param("llama", 2, {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "recompute": "full"}, marks=slow),
+        pytest.param("llama", 4, {"tp": 2, "dp": 2, "zero": 3, "gas": 2, "recompute": "selective"}, marks=slow),
+        pytest.param("llama", 2, {"tp": 2, "pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "full"}, marks=slow),
+        pytest.param("llama", 4, {"tp": 2, "pp": 2, "gas": 4, "schedule": "zb-v", "virtual_stages": 2, "mbs": 2}, marks=slow),
+        pytest.param("llama", 4, {"tp": 2, "cp": 2, "context_parallel": "zigzag", "gas": 2, "mbs": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_chunks_compute_what_one_process_does(
+    family: str, chunks: int, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
+    check(family, training_of(tp_chunks=chunks), evaluate=True, **fields)
+
+
 class LoggedGemms(TorchDispatchMode):
     def __init__(self, log: list[str]) -> None:
         super().__init__()
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
             self.log.append("GEMM")
         return func(*args, **(kwargs or {}))
 
 
-def test_collectives_of_backward_overlap_with_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each norm's output is gathered during an input gradient, whose sum is scattered during weight gradients."""
-    log: list[str] = []
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of GEMMs and of collectives between two ranks with the same numbers, which a test simulates in one process."""
+    found: list[str] = []
 
-    def started(name: str, result: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-        def start(x: torch.Tensor, *_: object) -> Any:
-            log.append(f"start {name}")
-            return SimpleNamespace(wait=lambda: log.append(f"wait {name}") or result(x))
+    def logged(name: str, result: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., AsyncCollective[torch.Tensor]]:
+        def start(x: torch.Tensor, axis: Axis, *_: object, out: torch.Tensor | None = None) -> AsyncCollective[torch.Tensor]:
+            found.append(f"start {name}")
+            received = result(x) if out is None else out.copy_(result(x))
+            work: Any = SimpleNamespace(wait=lambda: found.append(f"wait {name}"))
+            return AsyncCollective(name, [work], axis, [x], lambda: received)
 
         return start
 
-    monkeypatch.setattr(comm, "all_gather_start", started("gather", lambda x: torch.cat((x, x))))
-    monkeypatch.setattr(comm, "reduce_scatter_start", started("scatter", lambda x: x.chunk(2)[0].clone()))
-    job = job_of("llama")
-    model, axis = Transformer(job.model, range(1), embed=False, head=False), Axis("tp", None, 0, 2, (0, 1))
-    fused_block.apply(model, axis)
+    monkeypatch.setattr(comm, "all_gather_start", logged("gather", lambda x: torch.cat((x, x))))
+    monkeypatch.setattr(comm, "reduce_scatter_start", logged("scatter", lambda x: x.chunk(2)[0].clone()))
+    return found
+
+
+AXIS = Axis("tp", None, 0, 2, (0, 1))
+
+
+def passes(log: list[str], chunks: int, split: bool = False, recompute: bool = False) -> tuple[list[str], list[str], list[str]]:
+    """What forward, backward and deferred weight gradients of one layer log."""
+    job, queue = job_of("llama"), DeferredWeightGrads(used=split, open=split)
+    model = Transformer(job.model, range(1), embed=False, head=False)
+    fused_block.apply(model, AXIS, queue, chunks)
+    block = model.each_block()[0]
+    block.saves_gate_up = not recompute
     x = torch.randn(2, 8, job.model.hidden, requires_grad=True)
+    found = []
     with LoggedGemms(log):
-        out = model.each_block()[0](x, tables(job.model, torch.arange(16)))
+        out = block(x, tables(job.model, torch.arange(16)))
+        found.append(log.copy())
         log.clear()
         out.sum().backward()
-    mlp, attention = log[: log.index("wait scatter") + 1], log[log.index("wait scatter") + 1 :]
+        found.append(log.copy())
+        log.clear()
+        for run in queue.pop():
+            run()
+    return found[0], found[1], log
+
+
+def test_collectives_of_backward_overlap_with_gemms(log: list[str]) -> None:
+    """Each norm's output is gathered during an input gradient, whose sum is scattered during weight gradients."""
+    _, backward, _ = passes(log, chunks=1)
+    mlp, attention = backward[: backward.index("wait scatter") + 1], backward[backward.index("wait scatter") + 1 :]
     assert mlp == [
         *("start gather", "wait gather", "start gather", "GEMM", "GEMM", "GEMM"),
         *("start scatter", "wait gather", "GEMM", "wait scatter"),
     ]
     assert attention[:4] == ["start gather", "wait gather", "GEMM", "GEMM"]  # of the output projection
     assert attention[4:] == ["start gather", "GEMM", "start scatter", "wait gather", "GEMM", "wait scatter"]
+
+
+def gather_gemm(chunks: int) -> list[str]:
+    """Each chunk but the first is gathered during the GEMM of the previous one."""
+    return ["start gather", *(chunks - 1) * ["wait gather", "start gather", "GEMM"], "wait gather", "GEMM"]
+
+
+def gemm_scatter(chunks: int) -> list[str]:
+    """Each chunk but the last is scattered during the GEMM of the next one; the last wait is the caller's."""
+    return ["GEMM", "start scatter", *(chunks - 1) * ["GEMM", "start scatter", "wait scatter"]]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_collectives_of_chunks_overlap_with_gemms_in_forward(chunks: int, log: list[str]) -> None:
+    forward, _, _ = passes(log, chunks)
+    assert forward == 2 * [*gather_gemm(chunks), *gemm_scatter(chunks), "wait scatter"]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_collectives_of_chunks_overlap_with_gemms_in_backward(chunks: int, recompute: bool, log: list[str]) -> None:
+    """All chunks of both gathers are started before the first GEMM, and each GEMM waits for its own chunk alone."""
+    start, wait, gemms = chunks * ["start gather"], chunks * ["wait gather"], chunks * ["wait gather", "GEMM"]
+    _, backward, _ = passes(log, chunks, recompute=recompute)
+    gate_up, normed = (gemms, []) if recompute else ([], wait)
+    mlp = [*start, *start, *gate_up, *gemms, "GEMM", *gemm_scatter(chunks), *normed, "GEMM", "wait scatter"]
+    out = [*start, *gemms, "GEMM"]
+    assert backward == [*mlp, *out, *start, *gemm_scatter(chunks), *wait, "GEMM", "wait scatter"]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_collectives_of_chunks_overlap_with_gemms_in_a_split_backward(chunks: int, log: list[str]) -> None:
+    """No weight gradient hides the sum of an input gradient: the GEMM of another chunk does."""
+    start, wait = chunks * ["start gather"], chunks * ["wait gather"]
+    _, backward, weights = passes(log, chunks, split=True)
+    scattered = [*gemm_scatter(chunks), "wait scatter"]
+    assert backward == [*gather_gemm(chunks), *scattered, *gather_gemm(chunks), *scattered]
+    assert weights == [*start, *start, *wait, "GEMM", *start, *wait, "GEMM", *wait, "GEMM", *start, *wait, "GEMM"]

@@ -138,7 +138,8 @@ def tensor_pieced_s(work: Workload, inside: TensorTraffic, moe: bool) -> Array:
     """Of one direction of one layer, what may hide behind matmuls that are cut along with the collective.
 
     Transformer Engine's user buffers pass one rank's piece on while the matmul of the piece already there runs, so all but one
-    of tp pieces may hide. They need sequence parallelism and the links of one node, and experts' matmuls are not cut.
+    of tp pieces may hide. They need sequence parallelism and the links of one node, and experts' matmuls are not cut. Our own
+    engine's chunks (train.tp_chunks) are a setting of a run, which estimates do not know: none of it hides.
     """
     share = 0.0 if moe else work.job.framework.tensor_overlap
     there = inside.with_sequence & (work.columns.tp <= work.job.cluster.fast_domain)

@@ -188,8 +188,11 @@ class MLPTimes:
 
 
 def fastest_mlp(job: Job, layout: Layout, training: Training, dtype: torch.dtype, device: torch.device) -> MLPTimes | None:
-    """Times both; None if there is no choice: no GPU, no fused block with GEMMs in bf16 or fp16, no quack."""
-    if device.type != "cuda" or job.precision == "fp8":
+    """Times both; None if there is no choice: no GPU, no fused block with GEMMs in bf16 or fp16, no quack, GEMMs in chunks.
+
+    The GEMMs of chunks write into one tensor, which quack's kernels allocate themselves.
+    """
+    if device.type != "cuda" or job.precision == "fp8" or (layout.tp > 1 and training.tp_chunks > 1):
         return None
     if QUACK.why_not(dtype) or why_not_fused(job, layout, training):
         return None

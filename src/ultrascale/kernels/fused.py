@@ -59,7 +59,11 @@ class GatedMLPKernel:
         return gate_backward(grad @ down, both)
 
     def grad_input(self, grad_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
-        return grad_both @ joined(gate_, up)
+        return grad_both @ self.input_weight(gate_, up)
+
+    def input_weight(self, gate_: Tensor, up: Tensor) -> Tensor:
+        """Both weights as one [2·f, h], with rows in the order of the columns of `both`."""
+        return joined(gate_, up)
 
     def grad_weights(self, grad_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         grad_gate, grad_up = (grad_both.t() @ x).chunk(2)

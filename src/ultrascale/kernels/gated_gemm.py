@@ -33,8 +33,8 @@ class GatedGemmKernel(GatedMLPKernel):
         grad_both, gated = _backward(grad, down, both)
         return grad_both, gated
 
-    def grad_input(self, grad_both: Tensor, gate_: Tensor, up: Tensor) -> Tensor:
-        return grad_both @ torch.stack((gate_, up), dim=1).flatten(0, 1)
+    def input_weight(self, gate_: Tensor, up: Tensor) -> Tensor:
+        return torch.stack((gate_, up), dim=1).flatten(0, 1)
 
     def grad_weights(self, grad_both: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         interleaved = grad_both.t() @ x

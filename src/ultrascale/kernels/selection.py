@@ -74,6 +74,16 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
     return fused_blocks_problem(job.model, job.seq)
 
 
+def why_not_chunked(job: Job, layout: Layout, training: Training, device: str) -> str | None:
+    """Why train.tp_chunks has no effect; None if GEMMs run in chunks."""
+    if layout.tp == 1:
+        return "layers are not cut (tp = 1)"
+    if device != "cuda":
+        return "blocks are fused on a GPU alone"
+    why = why_not_fused(job, layout, training)
+    return None if why is None else f"blocks are not fused: {why}"
+
+
 def why_not_graphed(job: Job, layout: Layout, training: Training) -> str | None:
     """Why steps cannot be captured as CUDA graphs; None if they can."""
     if training.graphs == "never":

@@ -147,11 +147,13 @@ def _train(
 
 
 def _notes(engine: Engine) -> list[str]:
-    """Notes, printed once on a GPU, about the kernels that run and those that cannot."""
+    """Notes, printed once, about the kernels that a GPU runs and those that cannot run, and settings without effect."""
     job, mesh, training = engine.job, engine.mesh, engine.training
-    if mesh.device.type != "cuda":
-        return []
     lines = [str(times) for times in engine.autotuned]
+    if training.tp_chunks > 1 and (why := selection.why_not_chunked(job, mesh.layout, training, mesh.device.type)):
+        lines.append(f"train.tp_chunks = {training.tp_chunks} has no effect: {why}")
+    if mesh.device.type != "cuda":
+        return lines
     if why := selection.why_not_fused(job, mesh.layout, training):
         lines.append(f"blocks are not fused: {why}")
     window = job.model.sliding_window

@@ -153,11 +153,12 @@ def all_reduce_start(x: Tensor, axis: Axis, op: Op = "sum") -> AsyncCollective[T
     return AsyncCollective("all_reduce", _works(work), axis, [x], lambda: x)
 
 
-def all_gather_start(x: Tensor, axis: Axis, dim: int = 0) -> AsyncCollective[Tensor]:
+def all_gather_start(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> AsyncCollective[Tensor]:
+    """`out`: contiguous memory for the slices of all ranks, which is the result if `dim` is 0; else new memory."""
     if axis.size == 1:
         return completed(x, axis)
     x = x.contiguous()
-    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
+    whole = x.new_empty(axis.size * len(x), *x.shape[1:]) if out is None else out
     with comm_range(axis.name, "all_gather"):
         work = all_gather_into(whole, x, axis.group)
     dim %= x.dim()

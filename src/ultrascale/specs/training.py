@@ -86,6 +86,14 @@ class Training(FrozenSpec):
     kernels: Kernels = Field(
         "fused", description="on a GPU: our own kernels and torch.compile, torch.compile alone, or operator by operator"
     )
+    tp_chunks: int = Field(
+        1,
+        ge=1,
+        le=2**20,
+        strict=True,
+        description="fused blocks under tensor and sequence parallelism: into how many chunks a rank's tokens are cut, so that "
+        "collectives of one overlap with matmuls of another; whole sequences, or equal parts of one",
+    )
     graphs: Graphs = Field(
         "auto",
         description="on one GPU: whether a step's kernels are recorded and launched as one, where they are the same in every "

@@ -100,7 +100,7 @@ def _chunk(
         expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused and mesh.tp.size > 1:
-            fused_block.apply(module, mesh.tp, deferred)
+            fused_block.apply(module, mesh.tp, deferred, training.tp_chunks)
         elif own.fused:
             fused.apply(module, deferred)
         # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.

@@ -8,7 +8,7 @@ from itertools import islice, product
 from ultrascale.cost import engines, legality
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import OWN_ENGINE
-from ultrascale.specs.errors import SpecError, divisors
+from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
@@ -50,9 +50,20 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
             "sequences: try cp=1 or train.document_mask=false"
         )
+    if training.tp_chunks > 1 and layout.tp > 1 and layout.sequence_parallel:
+        yield from _chunk_problems(training.tp_chunks, layout.mbs, job.seq // layout.cp // layout.tp)
     yield from _expert_problems(job, layout, training)
     if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
         yield f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
+
+
+def _chunk_problems(chunks: int, sequences: int, length: int) -> Iterator[str]:
+    works = sorted({*divisors(sequences), *(sequences * parts for parts in divisors(length))})
+    if chunks not in works:
+        yield (
+            f"train.tp_chunks is {chunks} but a rank's slice of a micro-batch is {sequences} × {length} tokens, and a chunk is one "
+            f"or more sequences, or an equal part of one: try {near(chunks, works)}"
+        )
 
 
 def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
