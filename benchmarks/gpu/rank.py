@@ -79,6 +79,7 @@ class RankWork:
     seq: int
     steps: int
     layout: Layout
+    tp_chunks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -110,7 +111,7 @@ def ours(work: RankWork) -> Turn:
     with single_rank_world(0, layout.gpus):
         mesh, _ = unconnected_groups(Mesh.build(layout, model.kv_heads, 0, f"cuda:{torch.cuda.current_device()}"))
         batches = cast(Batches, RandomBatches(work.seq, model.vocab))
-        engine = build_engine(job, mesh, Training.model_validate({"steps": 1000}), batches)
+        engine = build_engine(job, mesh, Training(steps=1000, tp_chunks=work.tp_chunks), batches)
         without_values(engine)
         numbers = itertools.count()  # the next step's batch is read during this one
         return timed("ultrascale", work, lambda: engine.step(next(numbers)))
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b", help="of the pipeline; zb-v, dualpipe-v and the like with two stages")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, help="ours: of each stage, its first layers that recompute")
+    parser.add_argument("--tp-chunks", type=int, default=1, help="ours: train.tp_chunks")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--beside", choices=("torchtitan",))
@@ -283,7 +285,7 @@ def main() -> None:
     )  # fmt: skip
     layers = options.layers or MODELS[options.model].layers
     seq = options.seq or (SEQ if options.model in MBS else 8192)
-    work = RankWork(options.model, layers, seq, options.steps, layout)
+    work = RankWork(options.model, layers, seq, options.steps, layout, options.tp_chunks)
     engines = [*([options.beside] if options.beside else []), "ultrascale"]
     turns = [in_own_process(engine, work) for _ in range(options.turns) for engine in engines]
     beside = f" · torchtitan {importlib.metadata.version('torchtitan')}" if options.beside else ""

@@ -61,8 +61,8 @@ def _chunk_problems(chunks: int, sequences: int, length: int) -> Iterator[str]:
     works = sorted({*divisors(sequences), *(sequences * parts for parts in divisors(length))})
     if chunks not in works:
         yield (
-            f"train.tp_chunks is {chunks} but a rank's slice of a micro-batch is {sequences} × {length} tokens, and a chunk is one "
-            f"or more sequences, or an equal part of one: try {near(chunks, works)}"
+            f"train.tp_chunks is {chunks} but a rank's slice of a micro-batch is {sequences} × {length} tokens, and a chunk is "
+            f"one or more sequences, or an equal part of one: try {near(chunks, works)}"
         )
 
 
