@@ -9,7 +9,7 @@ from pathlib import Path
 from nicegui import run, ui
 
 from ultrascale.figures import runs as run_figures
-from ultrascale.measure.accuracy.scores import ScoredRun, send_scores
+from ultrascale.measure.accuracy.scores import ScoredRun, first_scores, send_scores
 from ultrascale.studio.address import PlannerQuery
 from ultrascale.studio.frame import Chart, Frame, table
 
@@ -18,7 +18,7 @@ FIRST_DRAW_S, REDRAW_S = 0.05, 0.5  # until the first drawing, and between two d
 
 
 class PublishedScores:
-    """Predictions for the runs of one CSV: made once per server, from its start on, in parts and in another process.
+    """Predictions for the runs of one CSV: made once per server, from its start on, all but the first in another process.
 
     A prediction of 403 runs takes 6 s of one core: in the server's own process it would slow every page meanwhile.
     """
@@ -49,16 +49,17 @@ class PublishedScores:
         receiver, sender = context.Pipe(duplex=False)
         context.Process(target=send_scores, args=(self.file, sender), daemon=True).start()
         sender.close()
-        while not self.total or len(self.scored) < self.total:
+        first = await run.io_bound(first_scores, self.file)  # while that process imports what this one already has
+        if first is None:  # the server is stopping
+            return
+        self.total, self.scored = first
+        while len(self.scored) < self.total:
             part = await run.io_bound(receiver.recv)
-            if part is None:  # the server is stopping
+            if part is None:
                 return
             if isinstance(part, Exception):
                 raise part
-            if isinstance(part, int):
-                self.total = part
-            else:
-                self.scored += part
+            self.scored += part
 
 
 class Accuracy:

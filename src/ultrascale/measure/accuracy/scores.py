@@ -30,7 +30,7 @@ from ultrascale.specs.units import GIB
 # What a memory figure must say of itself to be compared with the bytes that tensors hold.
 ALLOCATED = ("allocated", "active")
 PASSES = 16  # over a file whose scores are sent: the first few runs are from all of its sources
-FIRST_BATCH, BATCH = 8, 24  # runs that are sent together
+FIRST_BATCH, BATCH = 8, 24  # runs that are predicted at once, and that are sent together
 # Frameworks whose elementwise kernels have the constant of another.
 FAMILY = {
     "torchtitan-eager": "eager",
@@ -104,21 +104,29 @@ def score(
     return scored
 
 
+def first_scores(file: Path) -> tuple[int, list[ScoredRun]]:
+    """How many runs a CSV has, and the scores of the first few; `send_scores` has the others."""
+    rows = _spread_rows(file)
+    return len(rows), score([read_row(values, line) for line, values in rows[:FIRST_BATCH]])
+
+
 def send_scores(file: Path, sender: Connection) -> None:
-    """Send how many runs a CSV has, then their scores, some at a time; the target of a process.
+    """Send scores, some at a time; the target of a process.
 
     Ends with the reader: a pipe without one breaks.
     """
     with suppress(BrokenPipeError, KeyboardInterrupt):
         try:
-            rows = list(read_cells(file)[0].items())
-            spread = [one for start in range(PASSES) for one in rows[start::PASSES]]
-            sender.send(len(spread))
-            starts = [0, *range(FIRST_BATCH, len(spread), BATCH)]
-            for start, end in zip(starts, [*starts[1:], len(spread)], strict=True):
-                sender.send(score([read_row(values, line) for line, values in spread[start:end]]))
+            rows = _spread_rows(file)
+            for start in range(FIRST_BATCH, len(rows), BATCH):
+                sender.send(score([read_row(values, line) for line, values in rows[start : start + BATCH]]))
         except (SpecError, RunError) as error:
             sender.send(error)
+
+
+def _spread_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
+    rows = list(read_cells(file)[0].items())
+    return [one for start in range(PASSES) for one in rows[start::PASSES]]
 
 
 def score_left_out(runs: Sequence[MeasuredRun]) -> list[ScoredRun]:
