@@ -90,14 +90,14 @@ def test_a_killed_rank_ends_all_and_is_named_with_coordinates_step_and_phase() -
     text, seconds = run(kill)
     assert text.startswith("rank 2 (dp 1, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert f"it was at step {AT}, forward and backward" in text
-    assert seconds < 10
+    assert seconds < 45
 
 
 def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
     text, seconds = run(divide)
     assert text.startswith("rank 2 (dp 1, tp 0) failed:\nTraceback")
     assert "ZeroDivisionError: division by zero, of all things" in text
-    assert seconds < 10
+    assert seconds < 45
 
 
 def test_a_stopped_rank_is_named_by_waiting_ranks() -> None:
@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_named_by_waiting_ranks() -> None:
     assert f"step {AT}, forward and backward" in text
     assert "waiting in all_reduce over " in text
     assert "The process of rank 2 is stopped" in text
-    assert seconds < 20
+    assert seconds < 45
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_rank_that_raises_is_named_and_ends_the_others() -> None:
     with pytest.raises(RankError, match=r"rank 1 failed:\nTraceback[\s\S]*ZeroDivisionError") as caught:
         local.run(raising, 3, timeout_s=30)
     assert caught.value.rank == 1
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert not multiprocessing.active_children()
 
 
@@ -148,7 +148,7 @@ def test_a_timeout_ends_the_run() -> None:
     with pytest.raises(RankError, match=r"no answer within 0\.5 s; still running: rank 1, 2") as caught:
         local.run(two_sleep, 3, timeout_s=0.5)
     assert caught.value.rank == 1
-    assert 0.5 <= time.monotonic() - start < 10
+    assert 0.5 <= time.monotonic() - start < 45
     assert not multiprocessing.active_children()
 
 
@@ -183,7 +183,7 @@ def test_a_dead_rank_is_reported_with_coordinates_step_and_phase() -> None:
     text = str(caught.value)
     assert text.startswith("rank 2 (dp 2, tp 0) failed:\nthe process ended without a word (signal SIGKILL: ")
     assert text.endswith("it was at step 7, forward and backward, since 12:00:00")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert_no_process_is_left()
 
 
@@ -266,7 +266,7 @@ def test_a_stopped_rank_is_killed_too() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 failed[\s\S]*The process of rank 0 is stopped"):
         local.run(one_stopped, 2, timeout_s=30)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert_no_process_is_left()
 
 
@@ -301,7 +301,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 45
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.05)

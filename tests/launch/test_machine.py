@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from builders import make_job
 from ultrascale.cost.estimate import estimate
-from ultrascale.launch import machine
+from ultrascale.launch import cpu_rates, machine
 from ultrascale.launch.cpu_rates import CPURates, LinkRate, seconds_each
 from ultrascale.launch.machine import cpu_cluster, detect, kind_of_gpu, memory_bytes
 from ultrascale.specs.cluster import Cluster
@@ -202,5 +202,12 @@ def test_a_control_group_may_allow_less_memory(monkeypatch: pytest.MonkeyPatch, 
         assert memory_bytes() == expected
 
 
-def test_the_mean_time_of_an_action() -> None:
-    assert 0.002 <= seconds_each(lambda: time.sleep(0.002), 0.02) < 0.02
+def test_the_mean_time_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(cpu_rates, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def action() -> None:
+        clock[0] += 0.002
+
+    assert seconds_each(action, 0.0195) == pytest.approx(0.002)
+    assert 0.0195 <= clock[0] - 100 < 2 * 0.0195

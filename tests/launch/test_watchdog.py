@@ -77,7 +77,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_the_others_wait_in() -
     assert "rank 2 (dp 2) is silent" not in text
     assert "test_watchdog.py" in text  # the stack
     assert "The process of rank 1 is stopped (SIGSTOP)" in text
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 35
     assert_no_process_is_left()
 
 
