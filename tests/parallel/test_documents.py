@@ -69,6 +69,11 @@ def test_fused_blocks_stay_within_documents(
     check("llama", training, evaluate=True, **fields)
 
 
+def test_chunks_of_tensor_parallelism_stay_within_documents(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
+    check("llama", training.changed(tp_chunks=2), evaluate=True, tp=2, gas=2, mbs=2)
+
+
 def test_the_fused_block_is_what_ran(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "choose", lambda job, layout, training, device: Kernels(fused=layout.gpus > 1))
     monkeypatch.setattr(FusedBlock, "out_mlp", lambda self, x, *_: 2 * x)

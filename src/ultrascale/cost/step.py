@@ -119,12 +119,12 @@ class _Component:
 
 
 def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
-    return _each(_components(work), lambda one: one.timed(work))
+    return _for_components(_components(work), lambda one: one.timed(work))
 
 
 def compute_totals(work: Workload) -> ComponentTimes[Passes]:
     """Causes added up, without ZeRO's."""
-    return _each(_components(work), lambda one: one.time.total)
+    return _for_components(_components(work), lambda one: one.time.total)
 
 
 def component_totals(work: Workload) -> ComponentTimes[Passes]:
@@ -134,10 +134,10 @@ def component_totals(work: Workload) -> ComponentTimes[Passes]:
     def total(one: _Component) -> Passes:
         return rows_of(one.time.total, of) + _zero(work, rows_of(replace(one, time=ComponentTime()), of))
 
-    return _each(_components(Workload(work.job, alike, work.machine)), total)
+    return _for_components(_components(Workload(work.job, alike, work.machine)), total)
 
 
-def _each(components: Sequence[_Component | None], time: Callable[[_Component], AnyTime]) -> ComponentTimes[AnyTime]:
+def _for_components(components: Sequence[_Component | None], time: Callable[[_Component], AnyTime]) -> ComponentTimes[AnyTime]:
     return ComponentTimes(*(None if one is None else time(one) for one in components))  # type: ignore[arg-type]
 
 

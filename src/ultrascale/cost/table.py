@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -97,12 +97,12 @@ class SearchTable:
 # Many tables at once: most of the time goes into calls, not into rows.
 
 
-def prepare(tables: Sequence[SearchTable], times: bool) -> None:
-    """Lower bounds of all tables, of step times or of peaks."""
+def compute_lower_bounds(tables: Sequence[SearchTable], of: Literal["step", "peak"]) -> None:
+    """Of all tables' step times or peaks."""
     groups = [group for table in tables for _, group in table.groups]
-    bounds = _step_lower_bounds_s(groups) if times else _peaks([(one, one.every) for one in groups], lower_bounds=True)
+    bounds = _step_lower_bounds_s(groups) if of == "step" else _peaks([(one, one.every) for one in groups], lower_bounds=True)
     for group, of_group in zip(groups, bounds, strict=True):
-        vars(group)["step_lower_bound_s" if times else "peak_lower_bounds"] = of_group
+        vars(group)["step_lower_bound_s" if of == "step" else "peak_lower_bounds"] = of_group
 
 
 def evaluate(
@@ -110,30 +110,30 @@ def evaluate(
     rows: Sequence[Array],
     capacity_bytes: float,
     longest_s: float | None = np.inf,
-    enough: Callable[[Array], float] = lambda _: np.inf,
+    slowest_wanted: Callable[[Array], float] = lambda _: np.inf,
 ) -> list[Table]:
     """Of some cores of each table: which cells fit and take `longest_s` or less. None: at any speed, and no times.
 
-    `enough`, given the times of all cells that may fit, says up to which time the caller wants to know: slower ones count as
-    not fitting.
+    `slowest_wanted`, given the times of all cells that may fit, is the longest that the caller wants to know: slower ones count
+    as not fitting.
     """
     asked = [(group, some) for table, some in zip(tables, rows, strict=True) for _, group in table.groups]
     bounds = _peaks(asked, lower_bounds=True)
     cells = [_Cells(*pair, least, capacity_bytes) for pair, least in zip(asked, bounds, strict=True)]
     if longest_s is not None:
-        timed = [one.where(one.fits & (one.group.step_lower_bound_s[one.rows] <= longest_s)) for one in cells]
-        for one, some, times in zip(cells, timed, _steps(_pairs(cells, timed)), strict=True):
+        timed = [one.cores_with(one.fits & (one.group.step_lower_bound_s[one.rows] <= longest_s)) for one in cells]
+        for one, some, times in zip(cells, timed, _steps(_rows_of_groups(cells, timed)), strict=True):
             one.step[:, some] = times
             one.fits &= one.step <= longest_s
     while True:
         times = np.concatenate([one.step[one.fits] for one in cells])
-        most_s = np.inf if longest_s is None else enough(times)
+        most_s = np.inf if longest_s is None else slowest_wanted(times)
         if not any(np.any(one.unknown & (one.step <= most_s)) for one in cells):
             break
         # Some of them will not fit: as many more at once, since each round has its price.
         most_s = np.partition(times, more)[more] if (more := 2 * int((times <= most_s).sum())) < len(times) else np.inf
-        wanted = [one.where(one.unknown & (one.step <= most_s)) for one in cells]
-        for one, some, peaks in zip(cells, wanted, _peaks(_pairs(cells, wanted)), strict=True):
+        wanted = [one.cores_with(one.unknown & (one.step <= most_s)) for one in cells]
+        for one, some, peaks in zip(cells, wanted, _peaks(_rows_of_groups(cells, wanted)), strict=True):
             one.peak[:, some], one.exact[some] = peaks, True
             one.fits &= one.peak <= capacity_bytes
     parts = iter(cells)
@@ -164,12 +164,11 @@ class _Cells:
         return self.fits & ~self.exact
 
     @staticmethod
-    def where(cells: Array) -> Array:
-        """Cores with such a cell."""
+    def cores_with(cells: Array) -> Array:
         return np.flatnonzero(cells.any(axis=0))
 
 
-def _pairs(cells: Sequence[_Cells], some: Sequence[Array]) -> list[_GroupRows]:
+def _rows_of_groups(cells: Sequence[_Cells], some: Sequence[Array]) -> list[_GroupRows]:
     return [(one.group, one.rows[rows]) for one, rows in zip(cells, some, strict=True)]
 
 

@@ -275,7 +275,7 @@ class Pipeline:
             grad = torch.full_like(y, scale)
         else:
             grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
-        with torch.autograd.set_multithreading_enabled(False):  # another thread would take the interpreter's lock in turns
+        with torch.autograd.set_multithreading_enabled(False):  # faster, see benchmarks/gpu/README.md
             torch.autograd.backward(y, grad)
         target = self.route.target(action)
         if target is not None:

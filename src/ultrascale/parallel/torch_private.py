@@ -61,7 +61,7 @@ def fake_store() -> Store:
 
 
 def all_gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Asynchronous. The public function spends some 20 µs on checks and a log, ten times per layer that tp cuts."""
+    """Asynchronous. The public function spends another 4 to 7 µs on checks and a log (torch 2.13, `fake` group)."""
     options = AllgatherOptions()
     options.asyncOp = True
     assert group is not None

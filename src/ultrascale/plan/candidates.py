@@ -20,7 +20,7 @@ from ultrascale.cost.columns import CHOICES, NAMES, Array, LayoutColumns, encode
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import RULES, Rule, legal_rows
 from ultrascale.cost.recompute import AUTO
-from ultrascale.cost.table import ScheduleVariant, SearchTable, evaluate, prepare
+from ultrascale.cost.table import ScheduleVariant, SearchTable, compute_lower_bounds, evaluate
 from ultrascale.plan.alternatives import LEAST_MEMORY_MAX_SLOWDOWN, AlternativeLayouts
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
 from ultrascale.specs.engine import EngineLimits
@@ -375,7 +375,7 @@ def rank(
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
     tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
     legal = sum(table.legal_cells for table in tables)
-    prepare(tables, times=not by_memory)
+    compute_lower_bounds(tables, of="peak" if by_memory else "step")
     bounds = [table.peak_lower_bound_bytes() if by_memory else table.step_lower_bound_s() for table in tables]
     bound = np.concatenate([np.zeros(0), *bounds])
     order = np.argsort(bound, kind="stable")

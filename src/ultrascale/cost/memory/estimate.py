@@ -118,7 +118,7 @@ class ChunkParts(PeakParts):
     backward_start: MemoryPoint
     embedding: Array
     """the embedding and its gradients, never deferred, in its backward"""
-    whole_embedding: MemoryPoint
+    unsplit_embedding: MemoryPoint
     """the same in a backward that is not split"""
     unsharded_ends: Array
     waiting_head: Array
@@ -181,7 +181,7 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
         last_backward_end=last_backward_end,
         backward_start=backward_start,
         embedding=tensors.embedding_backward(chunk),
-        whole_embedding=tensors.whole_embedding_backward(chunk, gradients),
+        unsplit_embedding=tensors.unsplit_embedding_backward(chunk, gradients),
         unsharded_ends=chunk.unsharded_ends if job.framework.exact_memory_trace else nothing,
         waiting_head=tensors.waiting_gradient(chunk, share.head),
         waiting_embedding=tensors.waiting_gradient(chunk, share.embedding),
@@ -420,7 +420,7 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
         yield _ActionPoint("backward of the embedding", inputs, at_embedding, steady.input_grads_end, first.input_grads_end)
     scatters = view.layout.zero >= 2 and _sharded(view.layout)
     if traced and view.layout.pp > 1 and (inputs.any() or not scatters):  # else a reduce-scatter follows at once, and is fuller
-        yield _ActionPoint("backward of the embedding", whole, live, steady.whole_embedding, first.whole_embedding)
+        yield _ActionPoint("backward of the embedding", whole, live, steady.unsplit_embedding, first.unsplit_embedding)
     yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
     yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
     yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)

@@ -599,8 +599,8 @@ def embedding_backward(chunk: ChunkMemory) -> Array:
     return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + outputs + chunk.unsharded_ends)
 
 
-def whole_embedding_backward(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
-    """The embedding's backward in a whole one: what its layers saved is freed.
+def unsplit_embedding_backward(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
+    """The embedding's backward in one that is not split: what its layers saved is freed.
 
     In a schedule that splits others, the layers' gradients wait for the reduce-scatter with the embedding's, which is live in
     both formats where it is cast.
