@@ -5,9 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
+
+from ultrascale.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *SKILLS]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -19,8 +23,12 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("ultrascale ")]
 
 
-@pytest.mark.quick_cases("README.md", "estimates.md", "export.md")
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def name(page: Path) -> str:
+    return page.parent.name if page in SKILLS else page.name
+
+
+@pytest.mark.quick_cases("README.md", "estimates.md", "export.md", "move-between-engines")
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     for command in commands(page):
@@ -47,6 +55,19 @@ def test_links_between_documents_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_skills_say_their_name_and_when_to_use_them():
+    assert len(SKILLS) == 6
+    for page in SKILLS:
+        _, head, body = page.read_text(encoding="utf-8").split("---\n", 2)
+        fields = yaml.safe_load(head)
+        assert fields["name"] == page.parent.name
+        assert "Use " in fields["description"]
+        assert len(fields["description"]) < 1024
+        assert commands(page)
+        verbs = re.findall(r"ultrascale ([a-z]+)", body)
+        assert set(verbs) <= {command.name or command.callback.__name__ for command in app.registered_commands} | {"bench"}
 
 
 def test_the_figures_of_the_readme_are_those_of_the_report():

@@ -76,13 +76,16 @@ def test_links_out_of_the_docs_become_code(site):
 
 @pytest.mark.slow
 def test_pictures_are_those_that_the_code_draws(tmp_path):
-    command = [sys.executable, ROOT / "tools" / "draw_docs.py", "-o", tmp_path]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    for tool, place in (("draw_docs.py", tmp_path), ("draw_zero.py", tmp_path / "first.svg")):
+        ended = subprocess.run(
+            [sys.executable, ROOT / "tools" / tool, "-o", place], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
     drawn = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     kept = {file.name: file.read_text(encoding="utf-8") for file in PICTURES.glob("*.svg")}
+    kept["first.svg"] = (ROOT / "docs" / "zero.svg").read_text(encoding="utf-8")
     stale = sorted(name for name in drawn.keys() | kept.keys() if drawn.get(name) != kept.get(name))
-    assert not stale, f"{', '.join(stale)}: run python tools/draw_docs.py and look at what changed"
+    assert not stale, f"{', '.join(stale)}: run tools/draw_docs.py and tools/draw_zero.py, and look at what changed"
 
 
 def test_the_page_of_settings_is_that_of_the_classes(tmp_path):

@@ -1,4 +1,4 @@
-"""Verbs of reports and exports: export, import, report, studio."""
+"""Verbs of reports and exports: export, import, report, studio, mcp."""
 
 from __future__ import annotations
 
@@ -192,3 +192,25 @@ def studio(
     if runs.exists() and not runs.is_dir():
         raise SpecError(f"--runs is {runs}, which is not a folder: name the folder of runs, such as runs")
     serve(runs, accuracy or (published if published.is_file() else None), port, browser)
+
+
+@app.command(rich_help_panel=EXPORT)
+def mcp(
+    folder: Annotated[
+        Path, typer.Option("--folder", help="The folder that plans and runs are in; tools reach no file outside it.")
+    ] = Path(),
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, max=86400, help="Seconds that one call may take.")] = 900,
+) -> None:
+    """Serve plan, explain, rehearse, verify, profile and other verbs as tools for agents (Model Context Protocol, stdio).
+
+    [dim]ultrascale mcp --folder runs[/]
+    """
+    if not folder.is_dir():
+        raise SpecError(f"--folder is {str(folder)!r:.80} but must be a folder: try .")
+    try:
+        import anyio
+
+        from ultrascale.cli import mcp_server
+    except ImportError:
+        raise SpecError("`ultrascale mcp` needs the extra mcp: pip install 'ultrascale[mcp]'") from None
+    anyio.run(mcp_server.serve, folder.resolve(), timeout_s)
