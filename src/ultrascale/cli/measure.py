@@ -148,11 +148,26 @@ def profile(
     steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to record, after three warm-up steps.")] = 5,
     nproc: NprocOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The run's folder: traces, memory. Default: runs/MODEL-profile-TIME.")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="The run's folder: traces, memory. Default: runs/MODEL-profile-TIME. With --trace a page of all ranks, .html, "
+            "and their merged trace beside it.",
+        ),
     ] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option("--trace", help="Read traces instead of running: files of torch.profiler, of any engine, or folders."),
+    ] = None,
+    against: Annotated[
+        list[Path] | None, typer.Option("--against", help="With --trace: traces of another run to compare with.")
+    ] = None,
+    flight_recorder: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--flight-recorder", help="Read dumps of torch's flight recorder: which rank did not join which collective."
+        ),
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="With --trace: the plan to compare with.")] = None,
     json_file: JsonFileOption = None,
@@ -161,29 +176,28 @@ def profile(
 
     [dim]ultrascale profile plan.yaml --steps 5 -o runs/x[/]
     [dim]ultrascale profile --trace trace.json.gz --plan plan.yaml[/]
+    [dim]ultrascale profile --trace rank*.json.gz -o page.html[/]
+    [dim]ultrascale profile --flight-recorder dumps/[/]
+
+    Exit 1 if the flight recorder shows ranks that did not join a collective, or joined different ones.
     """
-    from ultrascale.show import profile as show
+    from ultrascale.cli import traces
 
-    if bool(words) == bool(trace):
-        raise SpecError(
-            "profile takes a plan to run, or --trace: try `ultrascale profile plan.yaml`, or `profile --trace runs/x`"
-        )
-    if plan is not None and not trace:
-        raise SpecError("--plan goes with --trace: a plan to run is named alone, `ultrascale profile plan.yaml`")
-    found = _read(trace, plan) if trace else _profiled(words or [], steps, nproc, out)
-    if found is not None:
-        show.show(terminal(), found)
-        write_json(json_file, show.as_json(found))
-
-
-def _read(traces: list[Path], plan: Path | None) -> Analysis:
-    from ultrascale.measure import trace_analysis
-    from ultrascale.specs.plan import Plan
-
-    beside = None if plan is None else Plan.load(plan)
-    with progress() as say:
-        say("reading traces")
-        return trace_analysis.analyse(trace_analysis.read(traces), beside)
+    if flight_recorder:
+        if words or trace or out or plan:
+            raise SpecError("--flight-recorder reads dumps alone: try `ultrascale profile --flight-recorder dumps/`")
+        traces.read_dumps(flight_recorder, json_file)
+    elif trace:
+        traces.read_traces(traces.all_named(trace, words or []), against or [], out, plan, json_file)
+    else:
+        if not words:
+            raise SpecError(traces.ONE_OF)
+        for option, value in (("--plan", plan), ("--against", against)):
+            if value:
+                raise SpecError(f"{option} goes with --trace: a plan to run is named alone, `ultrascale profile plan.yaml`")
+        found = _profiled(words, steps, nproc, out)
+        if found is not None:
+            traces.show_analysis(found, json_file)
 
 
 def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None) -> Analysis | None:

@@ -192,6 +192,8 @@ def _bubble(found: Bubble, predicted: float | None) -> str:
 
 
 SUFFIXES = (".json", ".json.gz")
+MERGED = ".perfetto.json.gz"
+"""ending of a merged trace, which a folder of traces may hold too"""
 
 # What a trace distinguishes, and the same causes of an Estimate.
 _EXPOSED = {
@@ -221,7 +223,9 @@ def files(given: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in given:
         folder = path / TRACES if (path / TRACES).is_dir() else path
-        inside = [one for one in sorted(folder.iterdir()) if one.name.endswith(SUFFIXES)] if folder.is_dir() else [path]
+        inside = [path]
+        if folder.is_dir():
+            inside = [one for one in sorted(folder.iterdir()) if one.name.endswith(SUFFIXES) and not one.name.endswith(MERGED)]
         if not inside:
             raise SpecError(f"--trace {path} is a folder without traces: give one with .json or .json.gz files, such as runs/x")
         found += inside

@@ -117,6 +117,8 @@ def message_bytes(facts: Mapping[str, Any]) -> int | None:
 
 OURS = "ultrascale"
 """key of our engine's metadata in a trace"""
+MERGED_KEY = "ultrascale_merged"
+"""marks the trace of all ranks that trace_merge.py writes"""
 _OLD = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 """Kineto's categories before 2022"""
 MOST_US = 1e18  # 30,000 years: a clock that counts from 1970 in nanoseconds has 1.8e18, in microseconds 1.8e15
@@ -188,6 +190,8 @@ def read(path: Path) -> RankTrace:
         if event.get("ph") == "X" and isinstance(event.get("name"), str):
             _add(trace, event)
     trace.facts, trace.broken = file.facts, file.broken
+    if file.facts.get(MERGED_KEY):
+        raise SpecError(f"--trace {path} is a merged trace of all ranks: name the traces that it was made of")
     distributed = file.facts.get("distributedInfo")
     if isinstance(distributed, dict) and isinstance(distributed.get("rank"), int):
         trace.rank = distributed["rank"]
@@ -258,6 +262,10 @@ _KEPT = (
     "Collective name",
     "Process Group Name",
     "Process Group Description",
+    "Process Group Ranks",
+    "Group size",
+    "Src Rank",
+    "Dst Rank",
     "In msg nelems",
     "Out msg nelems",
     "dtype",

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,6 +98,10 @@ class CommInterval(NamedTuple):
     kind: str
     """of collective; wait: the host waits for any kind"""
     bytes: int | None = None
+    launched: float = math.nan
+    """when the host started it"""
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """of its process group, as Kineto writes them"""
 
 
 class TracedPass(NamedTuple):
@@ -121,6 +126,8 @@ class StepIntervals:
     communication: list[CommInterval]
     collectives: list[CommInterval]
     """one for every collective that was started"""
+    transfers: list[CommInterval]
+    """collectives and messages while they run: kernels of NCCL, or work of gloo"""
     actions: list[TracedPass]
 
 
@@ -152,6 +159,7 @@ def _of_gpu(trace: RankTrace) -> StepIntervals:
         optimizer=event_times(kernel for kernel in updates if not is_collective_kernel(kernel.name)),
         communication=communication,
         collectives=communication,
+        transfers=communication,
         actions=list(_passes(trace, busy)),
     )
 
@@ -164,8 +172,8 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
     waits = [CommInterval(one.start, one.end, *comm) for one, comm in ranges if comm is not None]
     calls = [technique_of.call(one) for one in trace.calls if one.thread == main]
     # A message of gloo lasts until it is asked for, so that the host's waits say more, where they are known.
-    running = [one for one in trace.background if not waits or kind_of(one.name) != "send_recv"]
-    background = [technique_of.background(one) for one in sorted(running, key=lambda one: one[:3])]
+    transfers = [technique_of.background(one) for one in sorted(trace.background, key=lambda one: one[:3])]
+    background = [one for one in transfers if not waits or one.kind != "send_recv"]
     waited_for = {one.technique for one in waits}
     # Where the ranges tell when the host waits, communication outside of them is overlapped.
     hidden = difference(event_times(one for one in background if one.technique in waited_for), event_times(waits))
@@ -181,6 +189,7 @@ def _of_cpu(trace: RankTrace) -> StepIntervals:
         optimizer=intersection(operators, event_times(one for one in trace.ranges if is_optimizer(one.name))),
         communication=[*waits, *calls, *background],
         collectives=calls,
+        transfers=transfers,
         actions=list(_passes(trace, busy)),
     )
 
@@ -222,11 +231,11 @@ class _TechniqueOf:
 
     def background(self, one: TraceEvent) -> CommInterval:
         """gloo runs collectives in the order of their calls, without their process group."""
-        kind = kind_of(one.name)
+        kind, facts = kind_of(one.name), {"Collective name": one.name.removeprefix("gloo:")}
         queue = self._queues.get(kind)
         if queue and queue[0].start <= one.start:
-            return self.call(queue.popleft())._replace(start=one.start, end=one.end)
-        return CommInterval(one.start, one.end, TECHNIQUE_OF_KIND.get(kind, "unknown"), kind)
+            return self.call(queue.popleft())._replace(start=one.start, end=one.end, facts=facts)
+        return CommInterval(one.start, one.end, TECHNIQUE_OF_KIND.get(kind, "unknown"), kind, None, one.start, facts)
 
     def _interval(self, one: TraceEvent, started: TraceEvent | None, facts: Mapping[str, Any]) -> CommInterval:
         """`started`: the host's call, whose place tells the technique; without it, the process group or the kind does."""
@@ -239,7 +248,9 @@ class _TechniqueOf:
             technique = technique_of_group(str(facts.get("Process Group Description", "")), self._groups.get(group, ""), group)
             if technique is None and kind == "all_reduce" and self._ddp:
                 technique = "data"
-        return CommInterval(one.start, one.end, technique or TECHNIQUE_OF_KIND.get(kind, "unknown"), kind, message_bytes(facts))
+        technique = technique or TECHNIQUE_OF_KIND.get(kind, "unknown")
+        launched = one.start if started is None else started.start
+        return CommInterval(one.start, one.end, technique, kind, message_bytes(facts), launched, facts)
 
 
 def _queues(calls: Iterable[TraceEvent]) -> dict[str, deque[TraceEvent]]:
