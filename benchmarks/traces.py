@@ -125,28 +125,21 @@ def main() -> None:
         with Pool() as pool:
             size = sum(pool.imap_unordered(write, jobs))
         packed = sum(path.stat().st_size for path in folder.glob("*.gz"))
-        began = time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "ultrascale",
-            "profile",
-            "--trace",
-            str(folder),
-            "-o",
-            str(Path(temporary) / "page.html"),
-        ]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        took = time.perf_counter() - began
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
         page, merged = (Path(temporary) / f"page{end}" for end in (".html", ".perfetto.json.gz"))
+        command = [sys.executable, "-m", "ultrascale", "profile", "--trace", str(folder), "-o", str(page)]
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        peak = after.ru_maxrss / 2**20
         from plotly.offline import get_plotlyjs
 
         data = page.stat().st_size - len(get_plotlyjs().encode())
         print(done.stdout[-1500:])
         print(
             f"ultrascale {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores: {given.ranks} traces, "
-            f"{size / 1e9:.2f} GB of JSON ({packed / 1e6:,.0f} MB packed), {took:.1f} s ({busy:.1f} s of the processor), largest process {peak:.2f} GiB, page "
+            f"{size / 1e9:.2f} GB of JSON ({packed / 1e6:,.0f} MB packed), {took:.1f} s "
+            f"({busy:.1f} s of the processor), largest process {peak:.2f} GiB, page "
             f"{data / 1e3:,.0f} kB beside Plotly, merged trace {merged.stat().st_size / 1e6:.1f} MB"
         )
 

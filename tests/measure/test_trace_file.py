@@ -41,6 +41,19 @@ def test_every_event_is_read_at_any_chunk_size(tmp_path: Path, monkeypatch: pyte
     assert file.facts["baseTimeNanoseconds"] == 1790857026, "a number that is cut goes on"
 
 
+@pytest.mark.parametrize("spaces", [0, 1, 2, 3])
+def test_an_event_that_ends_with_its_chunk_is_followed_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spaces: int
+) -> None:
+    """At every chunk size one chunk ends between an event and its comma."""
+    events = [{"ph": "X", "name": str(place)} for place in range(40)]
+    path = tmp_path / "trace.json"
+    path.write_text(f"[{(',' + ' ' * spaces).join(map(json.dumps, events))}]")
+    for chunk in range(1, 80):
+        monkeypatch.setattr(trace_file, "CHUNK", chunk)
+        assert list(TraceFile(path).events()) == events
+
+
 def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "rank_12.json"
     path.write_text(json.dumps(kernels(2)))

@@ -114,7 +114,7 @@ def read_dumps(dumps: list[Path], json_file: Path | None) -> None:
     from ultrascale.show import flight_recorder as show
 
     with progress() as say:
-        found = flight_recorder.analyse(flight_recorder.read(dumps, say))
+        found = flight_recorder.analyse(*flight_recorder.read(dumps, say))
     show.show(terminal(), found)
     write_json(json_file, show.as_json(found))
     if found.problems:

@@ -77,6 +77,10 @@ class RankDump:
     """the buffer holds every collective since the start"""
 
 
+class _BrokenDumpError(SpecError):
+    """A dump that ends too early: of a process that was ended while it wrote."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A collective that ranks did not join, or in which they differ."""
@@ -101,7 +105,8 @@ class DumpAnalysis:
     notes: tuple[str, ...]
 
 
-def read(given: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> list[RankDump]:
+def read(given: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> tuple[list[RankDump], list[str]]:
+    """The dumps by rank, and notes on those that cannot be read while others can."""
     for path in given:
         if not path.exists():
             raise SpecError(f"--flight-recorder {path} does not exist: give a folder with files such as nccl_trace_rank_0")
@@ -111,15 +116,22 @@ def read(given: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> 
     if len(paths) > MAX_DUMPS:
         raise SpecError(f"--flight-recorder names {len(paths):,} files but at most {MAX_DUMPS:,} are read: name fewer")
     found: dict[int, RankDump] = {}
+    broken: list[str] = []
     for done, path in enumerate(paths, 1):
-        one = _dump(path)
+        try:
+            one = _dump(path)
+        except _BrokenDumpError as error:
+            broken.append(str(error))
+            continue
         if one.rank in found:
             raise SpecError(
                 f"--flight-recorder: rank {one.rank} is in {found[one.rank].file} and in {path}: name each rank's dump once"
             )
         found[one.rank] = one
         say(f"reading dumps: {done:,} of {len(paths):,}")
-    return [found[rank] for rank in sorted(found)]
+    if not found:
+        raise SpecError(broken[0])
+    return [found[rank] for rank in sorted(found)], broken
 
 
 def _dump(path: Path) -> RankDump:
@@ -164,7 +176,7 @@ def _loaded(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(raw) if raw.lstrip()[:1] == b"{" else _PlainUnpickler(io.BytesIO(raw)).load()
     except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, RecursionError, AttributeError):
-        raise SpecError(
+        raise _BrokenDumpError(
             f"--flight-recorder {path} is no dump, or is cut off: give JSON, or a pickle of plain values, as torch's flight "
             "recorder writes them"
         ) from None
@@ -183,7 +195,8 @@ def _group(entry: dict[str, Any]) -> tuple[str, str]:
 def _collective(entry: dict[str, Any], order: int) -> RecordedCollective:
     sequence = entry.get("collective_seq_id")
     frames = entry.get("frames")
-    frame = next((one for one in frames if isinstance(one, dict)), {}) if isinstance(frames, list) else {}
+    calls = [one for one in frames if isinstance(one, dict)] if isinstance(frames, list) else []
+    frame = next((one for one in calls if "/torch/" not in str(one.get("filename"))), calls[0] if calls else {})
     where = f"{Path(str(frame.get('filename', ''))).name}:{frame.get('line')} ({frame.get('name')})" if frame else ""
     sides = [f"{_plain(entry.get(f'{side}_sizes'))} {_plain(entry.get(f'{side}_dtypes'))}" for side in ("input", "output")]
     name = str(entry.get("profiling_name", ""))
@@ -221,7 +234,7 @@ def _members(data: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield str(name), tuple(int(rank) for rank in re.findall(r"\d{1,9}", str(ranks)))
 
 
-def analyse(dumps: Sequence[RankDump]) -> DumpAnalysis:
+def analyse(dumps: Sequence[RankDump], broken: Sequence[str] = ()) -> DumpAnalysis:
     ranks = {one.rank: one for one in dumps}
     groups: dict[tuple[str, tuple[int, ...]], None] = {}
     for one in dumps:
@@ -237,7 +250,7 @@ def analyse(dumps: Sequence[RankDump]) -> DumpAnalysis:
             for seq in ranks[r].groups.get(name, ())
         }
     )
-    return DumpAnalysis(len(dumps), total, len(groups), tuple(problems), tuple(_notes(groups, ranks)))
+    return DumpAnalysis(len(dumps), total, len(groups), tuple(problems), (*broken, *_notes(groups, ranks)))
 
 
 def _ranks_of(name: str, one: RankDump, ranks: dict[int, RankDump]) -> tuple[int, ...]:

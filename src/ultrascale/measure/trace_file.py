@@ -24,6 +24,7 @@ MAX_UNPACKED_FREE = 64 * 2**20  # unpacked bytes for which no ratio is asked: sh
 LONGEST = 64 * 2**20  # of one value: what is longer is no event
 _DECODE = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"\s+")
+_COMMA = re.compile(r"\s*,\s*")
 _GZIP = b"\x1f\x8b"
 
 
@@ -128,9 +129,11 @@ def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
 def _objects(text: _JSONReader) -> Iterator[dict[str, Any]]:
     text.take("[")
     while text.peek() != "]":
-        one = text.value()
-        if isinstance(one, dict):
-            yield one
+        yield from text.whole_objects()
+        if text.peek() not in ",]":
+            one = text.value()
+            if isinstance(one, dict):
+                yield one
         if text.peek() == ",":
             text.take(",")
     text.take("]")
@@ -174,6 +177,20 @@ class _JSONReader:
                 continue  # a number may continue
             self._at = end
             return found
+
+    def whole_objects(self) -> Iterator[dict[str, Any]]:
+        """Objects of a list that are whole in the buffer, with their commas: nearly all, and faster than value()."""
+        buffer, at = self._buffer, self._at
+        while buffer[at : at + 1] == "{":
+            try:
+                found, at = _DECODE(buffer, at)
+            except (ValueError, RecursionError):
+                break
+            self._at = at
+            yield found
+            if (comma := _COMMA.match(buffer, at)) is None:
+                break
+            self._at = at = comma.end()
 
     def _broken(self) -> _BrokenTraceError:
         return _BrokenTraceError(f"what begins at character {self._read - len(self._buffer) + self._at:,} is not whole")

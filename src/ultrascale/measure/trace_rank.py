@@ -214,8 +214,9 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     kind = str(event.get("cat", "")).lower()
     kind = _OLD.get(kind, kind)
     name, thread = intern(event["name"]), (_identifier(event.get("pid")), _identifier(event.get("tid")))
-    facts = event.get("args") if isinstance(event.get("args"), dict) else {}
-    assert isinstance(facts, dict)
+    facts = event.get("args")
+    if not isinstance(facts, dict):
+        facts = {}
     if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
         correlation = facts.get("correlation")
         correlation = correlation if isinstance(correlation, int) else None
@@ -249,6 +250,8 @@ def _identifier(value: Any) -> Any:
 def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: float) -> float:
     """A time of an event; SpecError if it is no number in range."""
     value = event.get(name, 0)
+    if type(value) is float and least <= value <= MOST_US:
+        return value  # nearly always
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_US:
         raise SpecError(
             f"--trace {trace.path}: {name} of the event {shown(event['name'])} is {shown(value)} but must be a number of "

@@ -110,8 +110,8 @@ class RankSummary:
 def summarise(path: Path, timeline_events: int) -> RankSummary:
     """Read a trace; at most `timeline_events` of its events are kept for the merged trace."""
     trace = trace_rank.read(path)
-    times = trace_times.analyse(trace)
     intervals = step_intervals(trace)
+    times = trace_times.analyse(trace, intervals)
     zero = intervals.steps[0][1][0]
     inside = [window for _, window in intervals.steps]
     sets = _disjoint(trace, intervals)

@@ -213,8 +213,9 @@ class RankTime:
         return float(sum(getattr(step, name) for step in self.steps for name in fields)) / len(self.steps)
 
 
-def analyse(trace: RankTrace) -> RankTime:
-    intervals = step_intervals(trace)
+def analyse(trace: RankTrace, intervals: StepIntervals | None = None) -> RankTime:
+    """`intervals`: where they are known already."""
+    intervals = intervals or step_intervals(trace)
     if not intervals.steps:
         raise SpecError(f"--trace {trace.path} marks steps in which nothing ran: profile steps that compute")
     inside = [window for _, window in intervals.steps]
@@ -251,7 +252,8 @@ def _techniques(intervals: StepIntervals, steps: list[Interval]) -> tuple[Techni
     whole, count = union(steps), len(steps)
     taken = intervals.computing
     found = []
-    for technique in TECHNIQUES:
+    used = {one.technique for one in (*intervals.communication, *intervals.collectives)}
+    for technique in (one for one in TECHNIQUES if one in used):
         mine = intersection(event_times(one for one in intervals.communication if one.technique == technique), whole)
         exposed = difference(mine, taken)
         taken = union([*taken, *exposed])
