@@ -42,10 +42,12 @@ def data_parallel(
     steps: int = 4,
     clocks: Sequence[float] = (0, 0, 0),
     drift: float = 0.0,
+    odd: bool = False,
 ) -> JobAnalysis:
     """Steps of 2,000 µs: a kernel of 600, an all-reduce that ends 100 after the last rank has come, the optimizer's 50.
 
-    A rank comes later by computing for longer, by loading data first, or by launching its kernel late.
+    A rank comes later by computing for longer, by loading data first, or by launching its kernel late. Where the last rank is
+    odd, its trace begins with another kernel, and its first all-reduce ends later than on the others.
     """
     for rank in range(ranks):
         gpu, marks = Device(), []
@@ -61,6 +63,9 @@ def data_parallel(
             elif how == "host" and delay:
                 gpu.kernel(zero, zero + 1, launched=zero - 50)
                 begin = zero + 1 + delay
+            if odd and rank == ranks - 1 and number == 0:
+                gpu.kernel(zero - 30, zero - 25, launched=zero - 60)
+                end += 40
             gpu.kernel(begin, last, launched=begin - 20)
             gpu.collective(last, end, launched=begin - 10, **group("0", "mesh_dp", ranks))
             gpu.kernel(end, end + 50, launched=begin - 5, name="adam")

@@ -181,7 +181,8 @@ class _Tally:
             stop - begin - self.computed[place].between(begin, stop)
             for place, begin, stop in zip(mine, start, end, strict=True)
         ]
-        return np.maximum(0.0, np.array(lines)) * US
+        found: Array = np.maximum(0.0, np.array(lines)) * US
+        return found
 
     def result(self) -> Waits:
         count = max(1, len(self.steps))
