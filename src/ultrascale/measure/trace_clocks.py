@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.measure.trace_groups import CommGroup, CommLabel
+from ultrascale.measure.trace_groups import CommLabel, TracedGroup
 from ultrascale.measure.trace_summary import RankSummary
 
 Array = NDArray[Any]
@@ -34,7 +34,7 @@ MAX_DRIFT_POINTS = 300  # of which all pairs are compared
 class MatchedCollectives:
     """All collectives of one kind, group and step, each on several ranks."""
 
-    group: CommGroup
+    group: TracedGroup
     label: CommLabel
     kind: str
     step: str
@@ -61,7 +61,7 @@ class Clock:
 
 def match(ranks: Sequence[RankSummary]) -> tuple[list[MatchedCollectives], list[str]]:
     """The collectives in common, and sentences about what could not be matched."""
-    found: dict[tuple[CommGroup, str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[TracedGroup, str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, one in enumerate(ranks):
         mine = one.transfers
         for row, (group, kind, step) in enumerate(zip(mine.group.tolist(), mine.kind, mine.step.tolist(), strict=True)):

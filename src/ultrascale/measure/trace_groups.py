@@ -16,7 +16,7 @@ _UNNAMED = ("", "undefined", "default_pg")
 """descriptions that torch gives groups without one"""
 
 
-class CommGroup(NamedTuple):
+class TracedGroup(NamedTuple):
     """A process group, or the two ends of messages in one direction. Equal on all of its ranks."""
 
     name: str
@@ -42,7 +42,7 @@ class ProcessGroups:
         self._place, self._layout = _integers(ours.get("place")), ours.get("layout")
         self._configured = _configured(trace)
 
-    def group(self, one: CommInterval) -> CommGroup | None:
+    def group(self, one: CommInterval) -> TracedGroup | None:
         """None where the trace does not tell which ranks take part."""
         if "Process Group Name" in one.facts:
             return self._named(one)
@@ -52,7 +52,7 @@ class ProcessGroups:
         if len(several) != 1 or one.kind == "send_recv":
             return None  # gloo, and kernels of CUDA graphs, do not say which group they belong to
         (ranks,) = several
-        return CommGroup("the only group", ranks, len(ranks))
+        return TracedGroup("the only group", ranks, len(ranks))
 
     def label(self, one: CommInterval) -> CommLabel:
         group, name = self.group(one), str(one.facts.get("Process Group Name", ""))
@@ -71,19 +71,19 @@ class ProcessGroups:
         ranks = max((self._configured.get(name, ("", ()))[1] for name in names), key=len, default=())
         return ranks.index(self._rank) if self._rank in ranks else None
 
-    def _named(self, one: CommInterval) -> CommGroup | None:
+    def _named(self, one: CommInterval) -> TracedGroup | None:
         name, facts = str(one.facts["Process Group Name"]), one.facts
         ranks = self._configured.get(name, ("", ()))[1] or _listed_ranks(str(facts.get("Process Group Ranks", "")))
         size = self._size(one) or len(ranks)
         if one.kind != "send_recv":
-            return CommGroup(name, ranks, size)
+            return TracedGroup(name, ranks, size)
         sends = "send" in str(facts.get("Collective name", "")).lower()
         source, target = (self._rank, facts.get("Dst Rank")) if sends else (facts.get("Src Rank"), self._rank)
         if isinstance(source, int) and isinstance(target, int) and source != target:
-            return CommGroup(f"{name} from {source} to {target}", (source, target), 2)
-        return CommGroup(name, ranks, size) if size == 2 else None  # several messages in one kernel, to ranks unknown
+            return TracedGroup(f"{name} from {source} to {target}", (source, target), 2)
+        return TracedGroup(name, ranks, size) if size == 2 else None  # several messages in one kernel, to ranks unknown
 
-    def _own(self, one: CommInterval, layout: dict[str, Any]) -> CommGroup | None:
+    def _own(self, one: CommInterval, layout: dict[str, Any]) -> TracedGroup | None:
         """Of our engine on a CPU: ranks whose place differs only on the technique's axes."""
         axes = tuple(self._place) if one.technique == "bookkeeping" else _AXES.get(one.technique, ())
         if not axes or (one.technique == "zero" and layout.get("zero_shards") not in (None, layout.get("dp"))):
@@ -91,11 +91,11 @@ class ProcessGroups:
         fixed = " ".join(f"{axis}{value}" for axis, value in self._place.items() if axis not in axes)
         name = f"{one.technique} of {fixed or 'all ranks'}"
         if one.kind != "send_recv":
-            return CommGroup(name, (), self._size(one))
+            return TracedGroup(name, (), self._size(one))
         if layout.get("pp") != 2:
             return None  # gloo does not name the other end
         stage = self._place["pp"] if "send" in str(one.facts.get("Collective name")) else 1 - self._place["pp"]
-        return CommGroup(f"{name} from stage {stage}", (), 2)
+        return TracedGroup(f"{name} from stage {stage}", (), 2)
 
     def _size(self, one: CommInterval) -> int:
         """Number of ranks; 0: unknown."""

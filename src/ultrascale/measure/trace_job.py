@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankStepTime:
     """A rank's mean step in seconds; computing, data loading, wait, bubble, transfer and host add up to it."""
 
     rank: int
@@ -87,7 +87,7 @@ class StageBubble:
 @dataclass(frozen=True)
 class JobAnalysis:
     name: str
-    ranks: tuple[RankShare, ...]
+    ranks: tuple[RankStepTime, ...]
     steps: tuple[str, ...]
     step_s: tuple[float, ...]
     """of each step, the mean of all ranks"""
@@ -223,13 +223,13 @@ def _pipeline(one: RankSummary, steps: Sequence[str]) -> np.ndarray:
     return np.sum(parts, axis=0) if parts else np.zeros(len(steps))
 
 
-def _shares(ranks: Sequence[RankSummary], clocks: Sequence[Clock], found: Waits, steps: list[str]) -> Iterator[RankShare]:
+def _shares(ranks: Sequence[RankSummary], clocks: Sequence[Clock], found: Waits, steps: list[str]) -> Iterator[RankStepTime]:
     for place, (one, clock) in enumerate(zip(ranks, clocks, strict=True)):
         computing, data, communication, host = _rows(one, steps).mean(axis=0).tolist()
         bubble = float(_pipeline(one, steps).mean())
         # Collectives of two groups at once make two waits of one time.
         wait = min(float(found.waited_s[place].mean()), max(0.0, communication - bubble))
-        yield RankShare(
+        yield RankStepTime(
             one.rank,
             one.host,
             computing + data + communication + host,

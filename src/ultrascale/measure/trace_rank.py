@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from sys import intern
 from types import MappingProxyType
@@ -211,8 +212,7 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event may begin before the clock's zero
     end = start + _microseconds(trace, event, "dur", least=0.0)
     trace.events += 1
-    kind = str(event.get("cat", "")).lower()
-    kind = _OLD.get(kind, kind)
+    kind = _category(str(event.get("cat", "")))
     name, thread = intern(event["name"]), (_identifier(event.get("pid")), _identifier(event.get("tid")))
     facts = event.get("args")
     if not isinstance(facts, dict):
@@ -230,12 +230,29 @@ def _add(trace: RankTrace, event: dict[str, Any]) -> None:
     elif kind == "user_annotation" or (not kind and STEP.match(name)):
         (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceEvent(start, end, name, thread))
     elif kind == "cpu_op":
-        if is_collective_op(name):
-            trace.calls.append(TraceEvent(start, end, name, thread, _kept(facts)))
-        elif is_optimizer(name):
-            trace.ranges.append(TraceEvent(start, end, name, thread))
-        elif computes(name):
+        what = _operator(name)
+        if what == "computes":
             trace.ops[thread].extend((start, end))
+        elif what == "collective":
+            trace.calls.append(TraceEvent(start, end, name, thread, _kept(facts)))
+        elif what == "optimizer":
+            trace.ranges.append(TraceEvent(start, end, name, thread))
+
+
+# Names and categories repeat by the ten thousand, and are looked at once.
+@lru_cache(maxsize=4096)
+def _operator(name: str) -> str:
+    if is_collective_op(name):
+        return "collective"
+    if is_optimizer(name):
+        return "optimizer"
+    return "computes" if computes(name) else ""
+
+
+@lru_cache(maxsize=256)
+def _category(given: str) -> str:
+    kind = given.lower()
+    return _OLD.get(kind, kind)
 
 
 def _kept(facts: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +261,8 @@ def _kept(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _identifier(value: Any) -> Any:
     """Of a process, thread or stream, as a dictionary key: a file may have lists there."""
+    if type(value) is int:
+        return value  # nearly always
     return value if value is None or isinstance(value, int | str) else str(value)
 
 

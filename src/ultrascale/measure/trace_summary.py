@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.measure import trace_rank, trace_times
-from ultrascale.measure.trace_groups import CommGroup, CommLabel, ProcessGroups
+from ultrascale.measure.trace_groups import CommLabel, ProcessGroups, TracedGroup
 from ultrascale.measure.trace_rank import TECHNIQUES, RankTrace, is_collective_kernel
 from ultrascale.measure.trace_steps import (
     CommInterval,
@@ -61,7 +61,7 @@ class Transfers:
     """0: unknown"""
     before: Array
     """microseconds by SHARES since the group's last collective, or the first step's start"""
-    groups: tuple[CommGroup, ...]
+    groups: tuple[TracedGroup, ...]
     labels: tuple[CommLabel, ...]
 
 
@@ -170,7 +170,7 @@ def _transfers(
     trace: RankTrace, process_groups: ProcessGroups, intervals: StepIntervals, sets: Sequence[Intervals], zero: float
 ) -> Transfers:
     rows = sorted(intervals.transfers, key=lambda one: one[:2])
-    groups: dict[CommGroup, int] = {}
+    groups: dict[TracedGroup, int] = {}
     labels: dict[CommLabel, int] = {}
     of_group, of_label = [], []
     for one in rows:
