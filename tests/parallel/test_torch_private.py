@@ -36,6 +36,18 @@ def test_a_running_profiler_is_detected() -> None:
     assert not private.is_profiling()
 
 
+def test_a_forward_in_backward_is_detected() -> None:
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.in_backward())
+        return x * x
+
+    torch.utils.checkpoint.checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
+    assert not private.in_backward()
+
+
 def test_a_tensor_has_one_storage_object() -> None:
     """Live memory and selective recomputation compare storages by identity, of real tensors and of fake ones."""
     for mode in (None, private.FakeTensorMode()):

@@ -183,6 +183,17 @@ def verify(
     program: Annotated[
         Path | None, typer.Option("--program", help="One run from a file, such as --runs writes when one fails.")
     ] = None,
+    dump: Annotated[
+        Path | None, typer.Option("--dump", help="Tensors that any program saved with [cyan]measure.dump.Dump[/].")
+    ] = None,
+    against: Annotated[Path | None, typer.Option("--against", help="The tensors to compare --dump with.")] = None,
+    name_map: Annotated[
+        Path | None, typer.Option("--map", help="YAML: names in --dump to names in --against, with * and {}.")
+    ] = None,
+    perturbed: Annotated[
+        list[Path] | None,
+        typer.Option("--perturbed", help="--against's program with Dump(perturb=SEED), to measure bounds; several."),
+    ] = None,
     json_file: JsonFileOption = None,
 ) -> None:
     """Verify that a layout, or a whole run, computes the same as one process, within rounding.
@@ -190,16 +201,28 @@ def verify(
     [dim]ultrascale verify plan.yaml[/]
     [dim]ultrascale verify --world 8 --only pp,cp[/]
     [dim]ultrascale verify --runs 50 --seed 7[/]
+    [dim]ultrascale verify --dump a --against b[/]
 
     A layout: losses of three steps and every gradient; where they differ, the first module. A run: every loss, gradient norm,
-    evaluation and expert count, and at its end every weight and optimizer state. Exit 1 if anything differs.
+    evaluation and expert count, and at its end every weight and optimizer state. Dumps: every tensor of two programs.
+    Exit 1 if anything differs.
     """
 
-    modes = [words, world is not None, runs is not None, program is not None]
+    modes = [words, world is not None, runs is not None, program is not None, dump is not None]
     if sum(map(bool, modes)) != 1:
-        raise SpecError("verify takes a plan, --world, --runs or --program, one of them: try `ultrascale verify --world 4`")
+        raise SpecError(
+            "verify takes a plan, --world, --runs, --program or --dump, one of them: try `ultrascale verify --world 4`"
+        )
     of_layouts = {"--only": only, "--all": everything, "--model": model != "tiny", "--precision": precision != "fp32"}
     of_drawing = {"--seed": seed, "--processes": processes != 4}
+    of_dumps = {"--against": against, "--map": name_map, "--perturbed": perturbed}
+    if dump is None:
+        _refuse(of_dumps, "this, only for --dump")
+    else:
+        _refuse({**of_layouts, **of_drawing}, "--dump, whose program has it")
+        if not _verify_dumps(dump, against, name_map, perturbed or [], json_file):
+            raise typer.Exit(NO)
+        return
     if program is not None:
         _refuse({**of_layouts, **of_drawing}, "--program, whose file says it")
     elif runs is not None:
@@ -249,6 +272,27 @@ def _verify_layouts(
     write_json(json_file, show.layouts_json(found))
     echo(f"{same} of {len(found)} layouts compute the same as one process ({measure.STEPS} steps, {job.precision})")
     return same == len(found)
+
+
+def _verify_dumps(
+    dump: Path, against: Path | None, name_map: Path | None, perturbed: list[Path], json_file: Path | None
+) -> bool:
+    from ultrascale.show import verify as show
+    from ultrascale.train import import_torch
+
+    if against is None:
+        raise SpecError(f"--dump needs another dump to compare with: try `ultrascale verify --dump {dump} --against b`")
+    import_torch()
+    from ultrascale.measure.dump_names import NameMap
+    from ultrascale.measure.verify_dumps import compare_dumps
+
+    names = None if name_map is None else NameMap.load(name_map)
+    with progress() as say:
+        found = compare_dumps(dump, against, names, perturbed, say)
+    for line in show.dumps_report(found):
+        echo(line)
+    write_json(json_file, show.dumps_json(found))
+    return found.ok
 
 
 def _verify_runs(runs: int | None, seed: int, processes: int, program: Path | None, json_file: Path | None) -> bool:

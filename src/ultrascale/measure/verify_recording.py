@@ -256,10 +256,15 @@ class Perturbation:
             moved.register_hook(partial(self._moved, eps))  # type: ignore[no-untyped-call]
         return moved
 
-    @torch.no_grad()
     def _moved(self, eps: float, tensor: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, tensor.shape, generator=self.random, device=tensor.device) * 2 - 1
-        return (tensor.float() * (1 + eps * signs.double()).float()).to(tensor.dtype)
+        return one_rounding(tensor, eps, self.random)
+
+
+@torch.no_grad()
+def one_rounding(tensor: Tensor, eps: float, random: torch.Generator) -> Tensor:
+    """A tensor with every entry changed by `eps` of itself, up or down at random."""
+    signs = torch.randint(0, 2, tensor.shape, generator=random, device=random.device).to(tensor.device) * 2 - 1
+    return (tensor.float() * (1 + eps * signs.double()).float()).to(tensor.dtype)
 
 
 def rounding(precision: str) -> float:

@@ -18,7 +18,7 @@ from ultrascale.specs.hf_config import family_of
 from ultrascale.specs.model import Model
 
 # Our modules, without the layer, to theirs; experts are numbered.
-_LLAMA = {
+LLAMA_NAMES = {
     "embed.tokens": "model.embed_tokens",
     "head.norm": "model.norm",
     "head.linear": "lm_head",
@@ -35,7 +35,7 @@ _LLAMA = {
     "mlp.down": "mlp.down_proj",
 }
 _QWEN = {
-    **_LLAMA,
+    **LLAMA_NAMES,
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": "mlp.experts.{}.gate_proj",
     "mlp.experts.up": "mlp.experts.{}.up_proj",
@@ -46,7 +46,7 @@ _QWEN = {
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
 _MIXTRAL = {
-    **_LLAMA,
+    **LLAMA_NAMES,
     "mlp.router": "block_sparse_moe.gate",
     "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
@@ -107,7 +107,7 @@ class HFTensor:
 def stored(model: Model) -> Iterator[HFTensor]:
     """Every tensor of the model's files, all experts of one stacked parameter in a row; a tied head is not stored."""
     gpt2 = _is_gpt2(model)
-    names = _GPT2 if gpt2 else _LLAMA if model.moe is None else _MIXTRAL if family_of(model) == "mixtral" else _QWEN
+    names = _GPT2 if gpt2 else LLAMA_NAMES if model.moe is None else _MIXTRAL if family_of(model) == "mixtral" else _QWEN
     for layer, shapes in _shapes_by_layer(model):
         prefix, our_prefix = ("", "") if layer is None else (_LAYERS[gpt2].format(layer), f"blocks.{layer}.")
         contained: dict[str, list[str]] = {}

@@ -76,6 +76,11 @@ def reduce_scatter_into(own: Tensor, parts: Tensor, group: dist.ProcessGroup | N
     return group._reduce_scatter_base(own, parts, options)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs in this thread: a forward hook that is called then sees a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def is_profiling() -> bool:
     """Whether a profiler records: opening a range costs 10 µs even if none does."""
     return profiler._is_profiler_enabled
