@@ -29,6 +29,7 @@ ALLOWED = {
     "launch": {"launch", "train", "data", "parallel", "kernels", "model", "cost", "specs"},
     "measure": {
         "measure",
+        "export",
         "figures.style",
         "generate",
         "launch",

@@ -183,6 +183,9 @@ def verify(
     program: Annotated[
         Path | None, typer.Option("--program", help="One run from a file, such as --runs writes when one fails.")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="[cyan]torchtitan[/]: its program on the plan's ranks, in place of ours.")
+    ] = None,
     dump: Annotated[
         Path | None, typer.Option("--dump", help="Tensors that any program saved with [cyan]measure.dump.Dump[/].")
     ] = None,
@@ -202,6 +205,7 @@ def verify(
     [dim]ultrascale verify --world 8 --only pp,cp[/]
     [dim]ultrascale verify --runs 50 --seed 7[/]
     [dim]ultrascale verify --dump a --against b[/]
+    [dim]ultrascale verify --engine torchtitan plan.yaml[/]
 
     A layout: losses of three steps and every gradient; where they differ, the first module. A run: every loss, gradient norm,
     evaluation and expert count, and at its end every weight and optimizer state. Dumps: every tensor of two programs.
@@ -229,7 +233,10 @@ def verify(
         _refuse(of_layouts, "--runs, which draws it")
     else:
         _refuse(of_drawing, "layouts, only for --runs")
-    if runs is not None or program is not None:
+    if engine is not None:
+        _refuse({"--world": world, "--runs": runs, "--program": program}, "--engine, which runs a plan")
+        same = _verify_engine(engine, words or [], precision, json_file)
+    elif runs is not None or program is not None:
         same = _verify_runs(runs, seed, processes, program, json_file)
     else:
         same = _verify_layouts(words or [], world, only, everything, model, precision, json_file)
@@ -272,6 +279,33 @@ def _verify_layouts(
     write_json(json_file, show.layouts_json(found))
     echo(f"{same} of {len(found)} layouts compute the same as one process ({measure.STEPS} steps, {job.precision})")
     return same == len(found)
+
+
+def _verify_engine(engine: str, words: list[str], precision: str, json_file: Path | None) -> bool:
+    from ultrascale.measure.verify_layouts import to_verify
+    from ultrascale.show import verify as show
+    from ultrascale.train import import_torch
+
+    if engine != "torchtitan":
+        raise SpecError(
+            f"--engine is '{engine:.40}' but must be torchtitan: try `ultrascale verify --engine torchtitan plan.yaml`"
+        )
+    job, (layout,), notes = to_verify(words, None, None, False, "", precision)
+    import_torch()
+    from ultrascale.measure.verify_torchtitan import check_torchtitan, seq_of, verify_torchtitan
+
+    check_torchtitan(job, layout)
+    if (seq := seq_of(job, layout)) != job.seq:
+        notes = (*notes, f"sequences of {seq} tokens, a multiple of cp times the 128 of FlexAttention's blocks")
+    for note in notes:
+        echo(f"note: {note}", err=True)
+    with progress() as say:
+        found = verify_torchtitan(job, layout, say)
+    echo(f"{job.model.name}: {layout}")
+    for line in show.dumps_report(found):
+        echo(line)
+    write_json(json_file, show.dumps_json(found))
+    return found.ok
 
 
 def _verify_dumps(

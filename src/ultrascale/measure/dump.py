@@ -90,8 +90,10 @@ class Dump:
         self.random = None if perturb is None else torch.Generator().manual_seed(perturb)
         self._recording: _Recording | None = None
         for one in self.models:
+            hooked = {""}
             for name, module in one.named_modules():
-                if plain := plain_name(name):
+                if (plain := plain_name(name)) not in hooked:  # a wrapper and what it wraps have one output
+                    hooked.add(plain)
                     module.register_forward_hook(partial(self._output, plain))
 
     @contextmanager
@@ -166,7 +168,9 @@ class Dump:
         """How a tensor is cut: what was given for its name or kind, then what a DTensor itself says."""
         given = next((parts for pattern, parts in self.placements.items() if fnmatchcase(name, pattern)), None)
         parts = given if given is not None else [] if parameter else self.activations
+        zigzag = {(part.axis, part.dim) for part in parts if part.zigzag}
         own = _dtensor_parts(tensor) if isinstance(tensor, DTensor) else []
+        own = [part.model_copy(update={"zigzag": (part.axis, part.dim) in zigzag}) for part in own]
         axes = set(tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else set()
         outer = [part for part in parts if part.axis not in axes]
         if not parameter and all(part.axis != MICROBATCH for part in outer):
@@ -213,6 +217,8 @@ class _Recording:
         self.entries: list[Entry] = []
         self.calls: dict[str, int] = {}
         self.losses: list[Tensor] = []
+        cut = {"dim": None, "zigzag": False, "reduce": dump.reduce_loss}
+        self.loss_parts = [part.model_copy(update=cut) for part in dump.batch_axes]
 
     def add(self, key: str, name: str, tensor: Tensor, call: int | None = None) -> int:
         """Keep a copy; returns how often this key was recorded before. `call`: of the forward that a gradient belongs to."""
@@ -231,14 +237,14 @@ class _Recording:
         return call
 
     def loss(self, value: Tensor) -> None:
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        self.losses.append(whole.detach().double().cpu().reshape(()))
+        if isinstance(value, DTensor):
+            self.loss_parts = _dtensor_parts(value)
+            value = value.to_local()
+        self.losses.append(value.detach().double().cpu().reshape(()))
 
     def end(self) -> None:
         if self.losses:
-            cut = {"dim": None, "zigzag": False, "reduce": self.dump.reduce_loss}
-            parts = tuple(part.model_copy(update=cut) for part in self.dump.batch_axes)
-            self._keep("loss", torch.stack(self.losses).sum(), parts)
+            self._keep("loss", torch.stack(self.losses).sum(), tuple(self.loss_parts))
 
     def _keep(
         self, key: str, tensor: Tensor, parts: tuple[Part, ...], scale: float = 1.0, stride: tuple[int, int] | None = None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,16 +64,42 @@ class _Piece:
     file: Path
 
 
+class StepTensors(Protocol):
+    """The tensors of one step of a program, by keys in the order of computation."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def program(self) -> str: ...
+    @property
+    def axes(self) -> Mapping[str, int]: ...
+    @property
+    def dtypes(self) -> set[str]: ...
+    @property
+    def indexes(self) -> tuple[Index, ...]: ...
+    @property
+    def keys(self) -> Sequence[str]: ...
+    def whole(self, key: str) -> Whole: ...
+
+
 @dataclass(frozen=True)
 class DumpStep:
     """One step of a dump."""
 
     folder: Path
     indexes: tuple[Index, ...]
-    step: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "step", self.indexes[0].step)
+    @property
+    def step(self) -> int:
+        return self.indexes[0].step
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self.pieces)
 
     @classmethod
     def open(cls, folder: Path, step: int) -> DumpStep:
@@ -151,7 +177,13 @@ class DumpStep:
         for part in parts:
             groups[part[1].parts[depth].index].append(part)
         cut = first.parts[depth]
-        if missing := sorted(set(range(cut.size)) - groups.keys()):
+        missing = sorted(set(range(cut.size)) - groups.keys())
+        if missing and cut.axis == MICROBATCH:
+            raise SpecError(
+                f"dump {self.folder} has no {key} of forward {missing[0] + 1} of {cut.size}: torch's pipelines run one more in "
+                f"their first step, to infer shapes; record a later step"
+            )
+        if missing:
             raise SpecError(
                 f"dump {self.folder}: {key} has no part of {cut.axis}={missing[0]} but {cut.axis} has {cut.size} ranks: "
                 f"give Dump the mesh and placements of every rank"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ultrascale.measure.dump_names import NameMap, match
-from ultrascale.measure.dump_tensors import DumpStep, Whole, open_steps
+from ultrascale.measure.dump_tensors import StepTensors, Whole, open_steps
 from ultrascale.measure.verify_patterns import Copy, Pattern, pattern_of
 from ultrascale.measure.verify_recording import FACTOR, Bounds, RelativeError
 from ultrascale.specs.errors import SpecError
@@ -57,7 +57,7 @@ class DumpSide:
     axes: Mapping[str, int]
 
     @classmethod
-    def of(cls, step: DumpStep) -> DumpSide:
+    def of(cls, step: StepTensors) -> DumpSide:
         return cls(str(step.folder), step.program, step.world, step.axes)
 
 
@@ -107,14 +107,22 @@ def compare_dumps(
         )
     if any(step not in run for step in steps for run in moved):
         raise SpecError(f"--perturbed has not all steps of {second}: record step {steps[0]} with the same program")
+    pairs = [(given[step], wanted[step], [run[step] for run in moved]) for step in steps]
+    return compare_steps(pairs, names or NameMap(), say)
+
+
+def compare_steps(
+    pairs: Sequence[tuple[StepTensors, StepTensors, Sequence[StepTensors]]], names: NameMap, say: Callable[[str], None]
+) -> DumpComparison:
+    """Compare steps of two programs; with each pair, runs of the second that were changed by one rounding."""
     comparison = _Comparison()
-    for step in steps:
-        comparison.step(given[step], wanted[step], names or NameMap(), [run[step] for run in moved], say)
+    for first, second, perturbed in pairs:
+        comparison.step(first, second, names, perturbed, say)
     worst = max(comparison.excess, key=lambda key: comparison.excess[key], default="")
     return DumpComparison(
-        DumpSide.of(given[steps[0]]),
-        DumpSide.of(wanted[steps[0]]),
-        tuple(steps),
+        DumpSide.of(pairs[0][0]),
+        DumpSide.of(pairs[0][1]),
+        tuple(second.step for _, second, _ in pairs),
         Counter(section for section, _ in comparison.names),
         comparison.sampled,
         tuple(dict.fromkeys(comparison.only_first)),
@@ -122,7 +130,7 @@ def compare_dumps(
         tuple(dict.fromkeys(comparison.other_shapes)),
         comparison.excess.get(worst, 0.0),
         worst,
-        bool(perturbed),
+        bool(pairs[0][2]),
         tuple(comparison.differences),
         tuple(comparison.names),
     )
@@ -143,9 +151,14 @@ class _Comparison:
         """modules computed so far, in all steps"""
 
     def step(
-        self, first: DumpStep, second: DumpStep, names: NameMap, perturbed: Sequence[DumpStep], say: Callable[[str], None]
+        self,
+        first: StepTensors,
+        second: StepTensors,
+        names: NameMap,
+        perturbed: Sequence[StepTensors],
+        say: Callable[[str], None],
     ) -> None:
-        found = match(first.pieces, second.pieces, names)
+        found = match(first.keys, second.keys, names)
         if not any(key != "loss" for key in found.pairs):
             raise SpecError(
                 f"dumps {first.folder} and {second.folder} have no names in common, such as {_example(found.only_first)} and "
@@ -193,7 +206,7 @@ class _Comparison:
                 )
 
     def _refuse_shapes(
-        self, section: str, key: str, theirs: str, first: tuple[DumpStep, Whole], second: tuple[DumpStep, Whole]
+        self, section: str, key: str, theirs: str, first: tuple[StepTensors, Whole], second: tuple[StepTensors, Whole]
     ) -> None:
         (one, a), (two, b) = first, second
         shapes = list(a.tensor.shape), list(b.tensor.shape)
@@ -246,15 +259,15 @@ def _sliced(tensor: Tensor, own: Whole, other: Whole) -> Tensor:
     return tensor[(slice(None),) * dim + (slice(None, None, stride),)]
 
 
-def _bounds(key: str, wanted: Tensor, eps: float, depth: int, smallest: float, perturbed: Sequence[DumpStep]) -> Bounds:
+def _bounds(key: str, wanted: Tensor, eps: float, depth: int, smallest: float, perturbed: Sequence[StepTensors]) -> Bounds:
     """Measured, or 8 roundings times the root of the number of modules before: errors of independent roundings add so."""
     if perturbed:
-        runs = [{key: run.whole(key).tensor} for run in perturbed if key in run.pieces]
-        if not runs or runs[0][key].shape != wanted.shape:
+        runs = [run.whole(key).tensor for run in perturbed if key in run.keys]
+        if len(runs) < len(perturbed) or any(run.numel() != wanted.numel() for run in runs):
             raise SpecError(
                 f"--perturbed has no {key} of shape {list(wanted.shape)}: record it with the same program and max_bytes"
             )
-        return Bounds.measured({key: wanted}, runs, eps)
+        return Bounds.measured({key: wanted}, [{key: run.reshape(wanted.shape)} for run in runs], eps)
     size = RelativeError.size(wanted[wanted.isfinite()])
     bound = FACTOR * eps * math.sqrt(1 + depth)
     return Bounds({key: RelativeError(bound, bound)}, {key: RelativeError(*(max(value, smallest) for value in size))})

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from ultrascale.measure.dump_tensors import DumpStep, Region
+from ultrascale.measure.dump_tensors import Region, StepTensors
 from ultrascale.measure.verify_recording import RelativeError
 
 Copy = tuple[int, Region, Tensor]
@@ -51,8 +51,8 @@ def pattern_of(
     others: Sequence[Copy],
     bound: RelativeError,
     size: RelativeError,
-    first: DumpStep,
-    second: DumpStep,
+    first: StepTensors,
+    second: StepTensors,
 ) -> Pattern:
     """`copies`: all parts and replicas of `a`; `others`: those of `b`."""
     whole_second = b
@@ -122,7 +122,7 @@ def _meanings(factor: float, axes: Mapping[str, int]) -> Iterator[str]:
                 yield f"1 over the size of {words}"
 
 
-def _ranks(step: DumpStep, wrong: set[int], everyone: set[int]) -> str:
+def _ranks(step: StepTensors, wrong: set[int], everyone: set[int]) -> str:
     """The ranks with wrong entries, as mesh coordinates where these say it."""
     if not wrong or wrong == everyone or step.world == 1:
         return ""
@@ -137,7 +137,7 @@ def _ranks(step: DumpStep, wrong: set[int], everyone: set[int]) -> str:
 
 
 def _unequal(
-    step: DumpStep, copies: Sequence[Copy], right: Tensor, bound: RelativeError, size: RelativeError, where: str
+    step: StepTensors, copies: Sequence[Copy], right: Tensor, bound: RelativeError, size: RelativeError, where: str
 ) -> str:
     """Replicas that differ: over which axis, and whether their sum or mean is the right tensor."""
     mesh = {index.rank: index.mesh for index in step.indexes}

@@ -105,6 +105,17 @@ def prepare_ddp_backward(ddp: nn.parallel.DistributedDataParallel) -> None:
     ddp.reducer.prepare_for_backward([])
 
 
+def step_microbatches(
+    schedule: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **options: Any
+) -> None:
+    """A step of one of torch's pipeline schedules with lists of micro-batches, as torchtitan 0.3 calls `step` of a later torch."""
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **options)
+
+
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups of a root module: their shards, gathered parameters and unreduced gradients."""
     for state in _fsdp_state(module)._state_ctx.all_states:
