@@ -70,7 +70,7 @@ def pattern_of(
     everywhere = factor is not None or not some
     if not everywhere:
         factor = _factor(a[wrong], b[wrong], bound)
-    permuted = "" if factor is not None else _permuted(a, b, bound)
+    permuted = "" if factor is not None else _permuted(a, b, tolerance)
     return Pattern(
         first_name,
         factor,
@@ -184,19 +184,14 @@ def _slices(wrong: Tensor) -> Iterable[str]:
         yield f"{place} of {length:,} in dimension {dim} of {wrong.ndim}{half}"
 
 
-def _permuted(a: Tensor, b: Tensor, bound: RelativeError) -> str:
-    """Whether `a` has the slices of `b` along a dimension in another order: compared by a random sum of each slice."""
+def _permuted(a: Tensor, b: Tensor, tolerance: float) -> str:
+    """Whether `a` has the slices of `b` along a dimension in another order, which a random sum of each slice finds."""
     random = torch.Generator().manual_seed(0)
     for dim, length in enumerate(a.shape):
         if not 1 < length <= LONGEST_PERMUTATION:
             continue
         one, two = (tensor.double().movedim(dim, 0).reshape(length, -1) for tensor in (a, b))
         weights = torch.randn(one.shape[1], generator=random, dtype=torch.float64)
-        sums, wanted = (one @ weights).sort().values, (two @ weights).sort().values
-        scale = float(wanted.abs().max())
-        # Sorted sums of two unrelated tensors are near each other too, if there are many.
-        spacing = float((wanted[1:] - wanted[:-1]).median())
-        nearest = float((sums - wanted).abs().max())
-        if scale and nearest <= min(CLOSE * bound.largest * scale * math.sqrt(one.shape[1]), spacing):
+        if not _differs(one[(one @ weights).argsort()], two[(two @ weights).argsort()], CLOSE * tolerance):
             return f"the same entries stand in another order along dimension {dim} of {a.ndim}"
     return ""

@@ -1,4 +1,4 @@
-"""Verifies torchtitan: its model and parallel code on gloo ranks, against our engine in one process on the same weights and tokens.
+"""Verifies torchtitan: its model and parallel code on gloo ranks, against our engine in one process.
 
 torchtitan 0.3's Trainer needs a GPU to be constructed. Its parts run on a CPU: the model, `parallelize_llama`, `pipeline_llm`,
 the loss, and of the Trainer what prepares a batch and runs forward and backward. Two things differ from a GPU: FlexAttention's
@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,7 @@ from ultrascale.train.data import rows_of
 
 STEP = 1
 MASK_BLOCK = 128
+RANKS_TIMEOUT_S = 120.0
 BACKEND = "full_dtensor"
 _FUSED = "attention.qkv_linear.wqkv.weight"
 # What our recording calls by number; gradients and weights have names of their own.
@@ -78,8 +81,8 @@ def check_torchtitan(job: Job, layout: Layout) -> None:
     for field, unlike in wrong.items():
         if unlike:
             raise SpecError(
-                f"model.{field} is {getattr(model, field)!s:.40} but --engine torchtitan runs its Llama only: try llama-3.2-1b, "
-                f"or `verify` without --engine"
+                f"model.{field} is {getattr(model, field)!s:.40} but --engine torchtitan runs its Llama only: "
+                f"try llama-3.2-1b, or `verify` without --engine"
             )
     if job.precision != "fp32":
         raise SpecError(f"--precision is {job.precision} but --engine torchtitan is compared in fp32: leave it out")
@@ -99,8 +102,8 @@ def verify_torchtitan(job: Job, layout: Layout, say: Callable[[str], None] = lam
     job = job.changed(seq=seq_of(job, layout), batch_tokens=layout.batch_tokens(seq_of(job, layout)))
     say("importing torchtitan")
     try:
-        import torchtitan.models.llama3
-        import torchtitan.trainer  # before ranks are forked, which share it
+        for name in ("torchtitan.trainer", "torchtitan.models.llama3"):  # before ranks are forked, which share them
+            import_module(name)
     except ImportError as error:
         raise SpecError(f"--engine torchtitan cannot be imported ({error}): try pip install 'torchtitan>=0.3,<0.4'") from None
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
@@ -109,7 +112,7 @@ def verify_torchtitan(job: Job, layout: Layout, say: Callable[[str], None] = lam
         local.run(_own_rank, 1, job, layout, place / "own.pt", timeout_s=TIMEOUT_S)
         say(f"{layout.gpus} ranks of torchtitan")
         try:
-            local.run(_torchtitan_rank, layout.gpus, job, layout, place, timeout_s=TIMEOUT_S)
+            local.run(_torchtitan_rank, layout.gpus, job, layout, place, timeout_s=RANKS_TIMEOUT_S)
         except local.RankError as failure:
             raise RunError(f"torchtitan does not run this layout here: {failure.text.strip().splitlines()[-1]}") from None
         own = torch.load(place / "own.pt", weights_only=True)
@@ -185,7 +188,7 @@ class _TorchtitanStep:
     @cached_property
     def _sources(self) -> dict[str, str]:
         """Our key of a converted tensor to torchtitan's."""
-        found = {}
+        found: dict[str, str] = {}
         for key in self.inner.keys:
             if key.endswith(_FUSED):
                 section, _, name = key.partition("/")
@@ -332,11 +335,14 @@ def _torchtitan_rank(rank: int, nproc: int, store: str, job: Job, layout: Layout
         positions = torch.arange(job.seq).expand(len(rows), -1).contiguous()
         batches.append(({"input": own["inputs"][rows], "positions": positions}, own["targets"][rows]))
 
+    # A pipeline takes all micro-batches at once, copies of them, since torchtitan cuts the positions in place.
+    steps: list[tuple[Any, Any]] = list(batches)
+    if dims.pp_enabled:
+        steps = [([inputs for inputs, _ in batches], [labels for _, labels in batches])]
+
     def forward_backward() -> None:
-        for inputs, labels in [tuple(zip(*batches, strict=True))] if dims.pp_enabled else batches:
-            listed = {"input_dict": [dict(one) for one in inputs], "labels": list(labels)} if dims.pp_enabled else {}
-            given = listed or {"input_dict": inputs, "labels": labels}
-            loss = trainer.forward_backward_step(**given, global_valid_tokens=tokens)
+        for inputs, labels in steps:
+            loss = trainer.forward_backward_step(input_dict=deepcopy(inputs), labels=labels, global_valid_tokens=tokens)
             if not dims.pp_enabled or trainer.pp_has_last_stage:
                 dump.loss(loss)
 

@@ -108,7 +108,7 @@ def prepare_ddp_backward(ddp: nn.parallel.DistributedDataParallel) -> None:
 def step_microbatches(
     schedule: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **options: Any
 ) -> None:
-    """A step of one of torch's pipeline schedules with lists of micro-batches, as torchtitan 0.3 calls `step` of a later torch."""
+    """A pipeline step with lists of micro-batches, which `step` of torch 2.13 does not take; torchtitan 0.3 gives them."""
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     for stage in stages:
         stage.has_backward = schedule._has_backward
