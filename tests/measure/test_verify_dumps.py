@@ -279,10 +279,19 @@ def broken(tmp_path: Path, reference: Path, kind: str) -> tuple[Path, Path]:
         name = {"truncated tensors": "rank-0000.safetensors", "truncated index": "rank-0000.json"}.get(kind, "rank-0000.json")
         file = a / "step-000001" / name
         content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2] if "truncated" in kind else content.replace(b'"world":1', b'"world":0'))
+        changed = HOSTILE.get(kind, (b"", b""))
+        assert changed[0] in content
+        file.write_bytes(content[: len(content) // 2] if "truncated" in kind else content.replace(*changed))
     return a, reference
 
 
+HOSTILE = {
+    "no world": (b'"world":1', b'"world":0'),
+    "unknown section": (b'"weight/head.bias"', b'"wight/head.bias"'),
+    "unknown format": (b'"dtype":"float32"', b'"dtype":"nn"'),
+    "no such dimension": (b'"dim":0', b'"dim":9'),
+    "another tensor": (b'"tensor":"3"', b'"tensor":"4"'),
+}
 BROKEN = {
     "another step": r"has step 3 and dump .* has step 1, and none in common: record the same",
     "another model": r"weight/head\.weight of shape \[40, 16\] .* of \[32, 16\]: these are different models, or Dump needs",
@@ -294,6 +303,10 @@ BROKEN = {
     "no folder": r"is no folder: name one",
     "truncated tensors": r"bytes but its index says .*: copy it again",
     "truncated index": r"is not JSON",
+    "unknown section": r"key",
+    "unknown format": r"dtype",
+    "no such dimension": r"has no dimension 9: give Dump a placement that it has",
+    "another tensor": r"does not hold weight/\S+ as its index says",
     "no world": r"\.world is 0 but must be greater than 0",
 }
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import mapping_of, read_named
@@ -46,11 +46,11 @@ Coordinates = Mapping[str, tuple[NonNegativeInt, PositiveInt]]
 class Entry(FrozenSpec):
     """One tensor of a rank."""
 
-    key: str
+    key: str = Field(pattern=rf"^(({'|'.join(SECTIONS)})/.+|loss)$")
     """SECTION/NAME, or `loss`"""
     tensor: str
     """its name in the safetensors file"""
-    dtype: str
+    dtype: str = Field(pattern=r"^b?float\d+(_e\dm\d\w*)?$")
     shape: tuple[NonNegativeInt, ...]
     parts: tuple[Part, ...] = ()
     """outermost first"""
@@ -60,6 +60,16 @@ class Entry(FrozenSpec):
     """dimension and step of the entries that were kept, if the tensor was too large"""
     time: float
     """clock of the rank, in seconds"""
+
+    @model_validator(mode="after")
+    def _inside(self) -> Self:
+        cut = [part.dim for part in self.parts if part.dim is not None]
+        largest = max([*cut, *(self.stride or ())[:1]], default=-1)
+        if largest >= len(self.shape):
+            raise ValueError(
+                f"{self.key} of shape {list(self.shape)} has no dimension {largest}: give Dump a placement that it has"
+            )
+        return self
 
 
 class Index(FrozenSpec):
