@@ -49,7 +49,6 @@ from ultrascale.train.data import rows_of
 
 STEP = 1
 MASK_BLOCK = 128
-RANKS_TIMEOUT_S = 120.0
 BACKEND = "full_dtensor"
 _FUSED = "attention.qkv_linear.wqkv.weight"
 # What our recording calls by number; gradients and weights have names of their own.
@@ -82,7 +81,7 @@ def check_torchtitan(job: Job, layout: Layout) -> None:
         if unlike:
             raise SpecError(
                 f"model.{field} is {getattr(model, field)!s:.40} but --engine torchtitan runs its Llama only: "
-                f"try llama-3.2-1b, or `verify` without --engine"
+                f"try llama-3-8b, or `verify` without --engine"
             )
     if job.precision != "fp32":
         raise SpecError(f"--precision is {job.precision} but --engine torchtitan is compared in fp32: leave it out")
@@ -112,7 +111,7 @@ def verify_torchtitan(job: Job, layout: Layout, say: Callable[[str], None] = lam
         local.run(_own_rank, 1, job, layout, place / "own.pt", timeout_s=TIMEOUT_S)
         say(f"{layout.gpus} ranks of torchtitan")
         try:
-            local.run(_torchtitan_rank, layout.gpus, job, layout, place, timeout_s=RANKS_TIMEOUT_S)
+            local.run(_torchtitan_rank, layout.gpus, job, layout, place, timeout_s=TIMEOUT_S)
         except local.RankError as failure:
             raise RunError(f"torchtitan does not run this layout here: {failure.text.strip().splitlines()[-1]}") from None
         own = torch.load(place / "own.pt", weights_only=True)
