@@ -168,3 +168,34 @@ def _fsdp(rank: int, nproc: int) -> None:
 
 def test_private_attributes_of_ddp_fsdp_and_gloo() -> None:
     assert local.run(in_a_group, 2, timeout_s=120) == ["ALLREDUCE", "ALLREDUCE"]
+
+
+def test_what_rehearsals_of_other_programs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", list)
+    monkeypatch.setattr(optimizer, "_foreach_supported_types", [])
+    private.foreach_on_cpu()
+    assert optimizer._default_to_fused_or_foreach([torch.ones(1)], False) == (False, False)  # of the type that was added only
+    with private.FakeTensorMode():
+        assert optimizer._default_to_fused_or_foreach([torch.ones(1)], False) == (False, True)
+        with pytest.raises(private.DataDependentOutputException):
+            torch.ones(2).sum().item()
+        with pytest.raises(private.DynamicOutputShapeException):
+            torch.ones(2).nonzero()
+    called = []
+    weight = torch.ones(2, requires_grad=True)
+
+    def hook(_: torch.Tensor) -> None:
+        called.append(str(private.in_backward()))
+        private.after_backward(lambda: called.append("end"))
+
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert called == ["True", "end"]
+    assert not private.in_backward()
+    dist.init_process_group("fake", store=private.fake_store(), rank=0, world_size=2)
+    assert private.resolve_group(dist.group.WORLD.group_name) is dist.group.WORLD
+    dist.destroy_process_group()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +19,6 @@ from ultrascale.cli.common import (
     JsonFileOption,
     JsonOption,
     NprocOption,
-    PlanArgument,
     announce,
     app,
     detect_machine,
@@ -34,7 +35,9 @@ from ultrascale.specs.errors import SpecError
 STEPS_BEFORE, STEPS_BEFORE_ON_GPU = 3, 7
 
 if TYPE_CHECKING:
+    from ultrascale.measure.foreign.request import ForeignEngine
     from ultrascale.measure.trace_analysis import Analysis
+    from ultrascale.specs.plan import Plan
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -97,7 +100,10 @@ def calibrate(
 
 @app.command(rich_help_panel=MEASURE)
 def rehearse(
-    file: PlanArgument,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A plan; after [cyan]--[/] the arguments of another program.", metavar="[PLAN.YAML] [-- ARG…]"),
+    ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="The rank to run. Default: 0.")] = None,
     stage: Annotated[
         str | None, typer.Option("--stage", help="[cyan]all[/]: one rank of each pipeline stage; or one stage's number.")
@@ -112,20 +118,48 @@ def rehearse(
             help="[cyan]fused[/]: as a GPU runs it; [cyan]eager[/]: operator by operator. Default: as on the plan's machines.",
         ),
     ] = None,
+    script: Annotated[
+        str | None, typer.Option("--script", help="Rehearse a PyTorch program instead of our engine.", metavar="TRAIN.PY")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Rehearse another engine's own trainer: [cyan]torchtitan[/].")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", help="With --engine: its configuration, instead of a plan.", metavar="FILE[:FUNCTION]"),
+    ] = None,
+    world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks of the other program's world.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="The step of the other program to count. Default: 2.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=1, help="Seconds until the other program is ended. Default: 600.")
+    ] = None,
     json_file: JsonFileOption = None,
 ) -> None:
     """Run the real training program of one rank alone, without its peers: memory, FLOPs, collectives, beside the estimate.
 
-    Exit 1 if the rank does not fit the plan's GPU.
+    Exit 1 if the rank does not fit the plan's GPU, or if another program ends before the step that is counted.
 
     [dim]ultrascale rehearse plan.yaml --stage all[/]
+    [dim]ultrascale rehearse --script train.py --world 64 --rank 8 -- --lr 1e-4[/]
+    [dim]ultrascale rehearse plan.yaml --engine torchtitan[/]
     """
     from ultrascale.measure import rehearse as measure
     from ultrascale.show import rehearse as show
     from ultrascale.specs.plan import Plan
     from ultrascale.train import import_torch
 
-    plan = Plan.load(file)
+    if script is not None or engine is not None:
+        given = {"--stage": stage, "--kernels": kernels, "--device": device if device != "meta" else None}
+        for name in (name for name, value in given.items() if value is not None):
+            raise SpecError(f"{name} is for plans in our engine; leave it out, and name a rank, such as --rank 0")
+        _rehearse_foreign(words or [], script, engine, config, world, rank or 0, steps, timeout, json_file)
+        return
+    for name, value in {"--config": config, "--world": world, "--steps": steps, "--timeout": timeout}.items():
+        if value is not None:
+            raise SpecError(f"{name} is for another program: name it with --script train.py or --engine torchtitan")
+    if len(words or []) != 1:
+        raise SpecError("rehearse takes one plan, or --script, or --engine: try `ultrascale rehearse plan.yaml`")
+    plan = Plan.load(Path((words or [])[0]))
     measure.check(plan.job, plan.layout, device)
     ranks, kernels = measure.ranks_of(plan.layout, rank, stage), measure.kernels_of(plan.job, device, kernels)
     import_torch()
@@ -137,6 +171,61 @@ def rehearse(
     write_json(json_file, show.as_json(report))
     if not report.room.fits:
         raise typer.Exit(NO)
+
+
+def _rehearse_foreign(
+    words: list[str],
+    script: str | None,
+    engine: str | None,
+    config: str | None,
+    world: int | None,
+    rank: int,
+    steps: int | None,
+    timeout: float | None,
+    json_file: Path | None,
+) -> None:
+    from ultrascale.measure.foreign import compare, request, run
+    from ultrascale.show import foreign as show
+    from ultrascale.specs.plan import Plan
+
+    if (script is None) == (engine is None):
+        raise SpecError("--script and --engine name two programs: give one of them, such as --script train.py")
+    options = {"rank": rank, "engine": engine, "steps": request.FIRST_STEPS if steps is None else steps}
+    with ExitStack() as stack:
+        plan = None
+        if engine is not None and config is None:
+            if not words:
+                raise SpecError(f"--engine is {engine} without anything to run: name a plan, or --config config.py:plan")
+            plan = Plan.load(Path(words.pop(0)))
+            if world not in (None, plan.layout.gpus):
+                raise SpecError(f"--world is {world} but the plan has {plan.layout.gpus} GPUs: leave it out")
+            folder = stack.enter_context(TemporaryDirectory(prefix="ultrascale-"))
+            config, world = _exported(plan, request.engine_named(engine), Path(folder)), plan.layout.gpus
+            options["gpus_per_node"] = plan.job.cluster.gpus_per_node
+        elif script is not None and config is not None:
+            raise SpecError("--config goes with --engine; a script gets its arguments after --")
+        if world is None:
+            raise SpecError("--world is missing: say how many ranks there are, such as --world 8")
+        program = script if script is not None else str(config)
+        asked = request.ForeignRequest(program, world, arguments=tuple(words), **options)  # type: ignore[arg-type]
+        with progress() as say:
+            found = run.rehearse_foreign(asked, run.TIMEOUT_S if timeout is None else timeout, say)
+    report = compare.ForeignReport(asked, found, None if plan is None else compare.compared(plan, found))
+    show.show(terminal(), report)
+    write_json(json_file, show.as_json(report))
+
+
+def _exported(plan: Plan, engine: ForeignEngine, folder: Path) -> str:
+    """The plan in the engine's own configuration, of the version that is installed."""
+    from ultrascale.export import targets, write
+
+    style = "toml" if engine.installed().startswith("0.2.") else "current"
+    exported = targets.engine_files(plan, engine.name, style, str(folder))
+    refused = next((check for check in exported.checks if not check.same), None)
+    if refused is not None:
+        raise SpecError(refused.refusal())
+    write.into(folder, exported.files, force=True)
+    return str(folder / exported.checks[0].engine.config)
 
 
 @app.command(rich_help_panel=MEASURE)

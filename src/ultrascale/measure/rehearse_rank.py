@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ultrascale.measure.rehearse import Collective, Rehearsal
+from ultrascale.measure.rehearse import Rehearsal
 from ultrascale.measure.rehearse_tracker import OperatorTracker, StepPosition, attach
 from ultrascale.measure.rehearse_world import (
     ConstantBatches,
@@ -109,7 +109,7 @@ def _rehearsed(
         peak=(tracker.peak if device != "cuda" else memory.total - (memory.runtime or 0)) + unread,
         moment=_words(tracker.peak_position, engine),
         flops=_flops(tracker, short),
-        collectives=_collectives(tracker, short),
+        collectives=tracker.collectives(short.weight),
         microbatches=short.microbatches,
         kernels=kernels,
         kernels_s=kernels_s,
@@ -156,19 +156,6 @@ def _flops(tracker: OperatorTracker, short: ShortSchedule) -> dict[str, int]:
     for (place, name), count in tracker.flops.items():
         total[name] += count * short.weight(place)
     return dict(total.most_common())
-
-
-def _collectives(tracker: OperatorTracker, short: ShortSchedule) -> tuple[Collective, ...]:
-    together: dict[tuple[str, str, int, str], tuple[int, float]] = {}
-    for (place, where, call), count in tracker.calls.items():
-        key = call.technique, call.kind, call.group, where
-        number, sent = together.get(key, (0, 0.0))
-        times = count * short.weight(place)
-        together[key] = number + times, sent + times * call.sent
-    return tuple(
-        Collective(*key, number, round(sent))
-        for key, (number, sent) in sorted(together.items(), key=lambda one: (one[0][0], -one[1][1]))
-    )
 
 
 def _words(at: StepPosition, engine: Engine) -> str:

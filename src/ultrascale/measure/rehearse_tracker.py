@@ -19,10 +19,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ultrascale.cost.network import Op, wire_bytes
 from ultrascale.kernels import flash, gated_gemm
+from ultrascale.measure.rehearse import Collective
 from ultrascale.measure.rehearse_world import QuickFakeTensorMode
+from ultrascale.parallel.torch_private import resolve_group
 from ultrascale.schedules import ActionKind
 from ultrascale.train.engine import Engine
-from ultrascale.train.memory import LiveBytes
+from ultrascale.train.memory import LiveBytes, tensors_in
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm: 0, aten.addmm: 1, aten._grouped_mm: 0, gated_gemm.BACKWARD: 0}
@@ -48,8 +50,23 @@ _COLLECTIVES: dict[str, tuple[Op, int]] = {
     "alltoall_base_": ("all_to_all", 1),
     "send": ("send_recv", 0),
     "broadcast_": ("broadcast", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "reduce_": ("reduce", 0),
 }
 """c10d operators: the collective, and the argument whose bytes the law counts; a receive is counted as the peer's send"""
+_FUNCTIONAL: dict[str, tuple[Op, str]] = {
+    **dict.fromkeys(("all_reduce", "all_reduce_", "all_reduce_coalesced"), ("all_reduce", "argument")),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), ("all_gather", "result")),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), ("reduce_scatter", "argument")),
+    "all_to_all_single": ("all_to_all", "argument"),
+    **dict.fromkeys(("broadcast", "broadcast_"), ("broadcast", "argument")),
+}
+"""functional collectives: the collective, and whether its result or its first argument is the buffer that the law counts"""
 
 
 class StepPosition(NamedTuple):
@@ -70,16 +87,13 @@ class CollectiveCall(NamedTuple):
     """bytes that this rank sends; fractional where ranks do not divide the buffer"""
 
 
-class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
+class OperatorCounter(LiveBytes):  # type: ignore[no-untyped-call]
     """Tracks live memory, as `LiveBytes`, and counts FLOPs and collectives by position in the step."""
 
-    def __init__(self, engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None = None) -> None:
+    def __init__(self, fake: QuickFakeTensorMode | None = None) -> None:
         """`fake`: the mode of tensors without memory, which calls this tracker."""
         super().__init__()
-        self.engine, self.fake = engine, fake
-        links = engine.pipeline.links.groups.values()
-        self.techniques = dict(techniques) | {str(group.group_name): "pipeline" for group in links}
-        """by the name of a process group"""
+        self.fake = fake
         self.phase, self.layer = "reading", ""
         self.peak_position = StepPosition("", None, "")
         self.most: Counter[str] = Counter()
@@ -89,19 +103,22 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.flops: Counter[tuple[int | None, str]] = Counter()
         """by index of the pipeline's action, and operator"""
 
+    @property
+    def position(self) -> StepPosition:
+        return StepPosition(self.phase, None, self.layer)
+
+    def technique_of(self, group: dist.ProcessGroup) -> str:
+        raise NotImplementedError
+
+    def where(self, place: int | None) -> str:
+        """forward, backward, or the phase."""
+        raise NotImplementedError
+
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
         super().track(tensors, owner)
         self.most |= Counter(self.by_owner)
 
-    @property
-    def position(self) -> StepPosition:
-        pipeline = self.engine.pipeline
-        place = len(pipeline.ran) if self.phase == "pipeline" else None
-        return StepPosition(self.phase, place, self.layer)
-
     def reset_peak(self) -> None:
-        if self.phase == "optimizer" and self.engine.mesh.layout.offload != "none":
-            return  # its copies of gradients are on the host, which is the same device here
         super().reset_peak()
         self.peak_position = self.position
         self.most |= Counter(self.peak_by_owner)
@@ -129,6 +146,8 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
             self.flops[self.position.place, name] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
             self._count_collective(func, args)
+        elif func.namespace == "_c10d_functional":
+            self._count_functional(func, args, result)
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         found = _COLLECTIVES.get(func._opname)
@@ -136,12 +155,58 @@ class OperatorTracker(LiveBytes):  # type: ignore[no-untyped-call]
             return
         kind, buffer = found
         group = next(group for group in map(_group, args) if group is not None)
-        place = self.position.place
-        tensors = [args[buffer]] if isinstance(args[buffer], Tensor) else args[buffer]
-        sent = float(wire_bytes(kind, sum(tensor.nbytes for tensor in tensors), group.size()))
-        self.calls[place, self._where(place), CollectiveCall(self.techniques[group.group_name], kind, group.size(), sent)] += 1
+        self._add_call(kind, group, args[buffer])
 
-    def _where(self, place: int | None) -> str:
+    def _count_functional(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        found = _FUNCTIONAL.get(func._opname)
+        if found is not None:
+            kind, whole = found
+            self._add_call(kind, resolve_group(args[-1]), result if whole == "result" else args[0])
+
+    def _add_call(self, kind: Op, group: dist.ProcessGroup, buffer: Any) -> None:
+        place = self.position.place
+        sent = float(wire_bytes(kind, sum(tensor.nbytes for tensor in tensors_in(buffer)), group.size()))
+        self.calls[place, self.where(place), CollectiveCall(self.technique_of(group), kind, group.size(), sent)] += 1
+
+    def collectives(self, weight: Callable[[int | None], int] = lambda _: 1) -> tuple[Collective, ...]:
+        """Calls of one kind together. `weight`: how often the step runs the pipeline's action at an index."""
+        together: dict[tuple[str, str, int, str], tuple[int, float]] = {}
+        for (place, where, call), count in self.calls.items():
+            key = call.technique, call.kind, call.group, where
+            number, sent = together.get(key, (0, 0.0))
+            times = count * weight(place)
+            together[key] = number + times, sent + times * call.sent
+        return tuple(
+            Collective(*key, number, round(sent))
+            for key, (number, sent) in sorted(together.items(), key=lambda one: (one[0][0], -one[1][1]))
+        )
+
+
+class OperatorTracker(OperatorCounter):  # type: ignore[no-untyped-call]
+    """The counter of our engine, which knows the pipeline's action and the technique of each process group."""
+
+    def __init__(self, engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None = None) -> None:
+        super().__init__(fake)
+        self.engine = engine
+        links = engine.pipeline.links.groups.values()
+        self.techniques = dict(techniques) | {str(group.group_name): "pipeline" for group in links}
+        """by the name of a process group"""
+
+    @property
+    def position(self) -> StepPosition:
+        pipeline = self.engine.pipeline
+        place = len(pipeline.ran) if self.phase == "pipeline" else None
+        return StepPosition(self.phase, place, self.layer)
+
+    def technique_of(self, group: dist.ProcessGroup) -> str:
+        return self.techniques[group.group_name]
+
+    def reset_peak(self) -> None:
+        if self.phase == "optimizer" and self.engine.mesh.layout.offload != "none":
+            return  # its copies of gradients are on the host, which is the same device here
+        super().reset_peak()
+
+    def where(self, place: int | None) -> str:
         """forward, backward, or the phase outside of the pipeline."""
         actions = self.engine.pipeline.schedule.actions[self.engine.pipeline.rank]
         if place is None or place >= len(actions):

@@ -20,14 +20,24 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     Store,
     TCPStore,
 )
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.autograd import profiler
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DataDependentOutputException",  # a value, or a shape that depends on one, which a tensor without memory does not have
+    "DynamicOutputShapeException",
     "FakeTensor",  # tensors without memory, for rehearsals
     "FakeTensorMode",
     "PrefixStore",  # torch.distributed has the stores too, but does not declare them to type checkers
@@ -58,6 +68,29 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective names."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def foreach_on_cpu() -> None:
+    """Optimizers use their multi-tensor kernels on a CPU and without memory too, as they do on a GPU by default."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    def devices() -> list[str]:
+        return ["cpu", "cuda"]
+
+    for module in (_foreach_utils, optimizer):
+        module._get_foreach_kernels_supported_devices = devices  # type: ignore[attr-defined]
+    optimizer._foreach_supported_types.append(FakeTensor)
 
 
 def all_gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
@@ -164,3 +197,8 @@ def _post_forward_order(module: nn.Module) -> list[Any]:
 
 def _fsdp_state(module: nn.Module) -> Any:
     return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def after_backward(callback: Any) -> None:
+    """Calls back at the end of the backward that runs now, as torch's data-parallel wrappers do."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

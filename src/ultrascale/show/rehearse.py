@@ -48,7 +48,7 @@ def _stages(report: RehearsalReport) -> Table:
     grid = table("one rank of each stage, tensors at its peak", *columns, left=("peak at",))
     for one in report.found:
         whole = next(term for term in report.compared(one) if term.label == "all tensors at the peak")
-        grid.add_row(str(one.place.pp), f"{one.alike:,}", str(one.layers), *_cells(whole), one.moment)
+        grid.add_row(str(one.place.pp), f"{one.alike:,}", str(one.layers), *cells(whole), one.moment)
     return grid
 
 
@@ -60,7 +60,7 @@ def _one(console: Console, layout: Layout, one: Rehearsal, terms: Sequence[Rehea
     console.print(f"{count_of(one.layers, 'layer')}; {ran}; peak: {one.moment}")
     grid = table(None, "one step", "predicted", "rehearsed", "difference")
     for term in terms:
-        grid.add_row(term.label, *_cells(term))
+        grid.add_row(term.label, *cells(term))
     console.print(grid)
     total = sum(one.flops.values())
     shares = ", ".join(f"{name} {count / total:.1%}" for name, count in one.flops.items())
@@ -94,7 +94,7 @@ def shorten(name: str, most: int = 60) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _cells(term: RehearsedTerm) -> tuple[str, str, str]:
+def cells(term: RehearsedTerm) -> tuple[str, str, str]:
     shown = (lambda value: f"{value / 1e12:,.4g} TFLOP") if term.unit == "FLOP" else byte_size
     if not isfinite(term.difference):
         return shown(term.predicted), shown(term.rehearsed), "not seen"
@@ -103,12 +103,13 @@ def _cells(term: RehearsedTerm) -> tuple[str, str, str]:
     return shown(term.predicted), shown(term.rehearsed), difference
 
 
+def term_json(term: RehearsedTerm) -> dict[str, Any]:
+    return {**vars(term), "difference": term.difference if isfinite(term.difference) else None}
+
+
 def as_json(report: RehearsalReport) -> dict[str, Any]:
     def terms(one: Rehearsal) -> list[dict[str, Any]]:
-        return [
-            {**vars(term), "difference": term.difference if isfinite(term.difference) else None}
-            for term in report.compared(one)
-        ]
+        return [term_json(term) for term in report.compared(one)]
 
     room = report.room
     return {

@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Called after an operator has run."""
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if (tracked := self._tracked.get(id(storage))) is not None:
                 self._resize(tracked, storage.nbytes())
@@ -169,21 +169,21 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with a tensor's storage: itself, or those inside a wrapper such as DTensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        yield from _tensors([part for part in parts if isinstance(part, Tensor)])  # a DTensor's mesh is a part too
+        yield from tensors_in([part for part in parts if isinstance(part, Tensor)])  # a DTensor's mesh is a part too
     elif isinstance(tensor, FakeTensor) or tensor.device.type != "meta":  # a fake tensor's device costs as much as an operator
         yield tensor
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield from _plain(value)
     elif isinstance(value, (tuple, list)):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
 
 
 def _among(storage: UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    given = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
     return any(one.untyped_storage() is storage for one in given)
 
 

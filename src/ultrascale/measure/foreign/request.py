@@ -1,0 +1,151 @@
+"""What to rehearse of a program that is not ours, and what was found: read and written as JSON between two processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ultrascale.measure.rehearse import Collective
+from ultrascale.specs.errors import SpecError, nearest
+
+GPUS_PER_NODE = 8
+FIRST_STEPS = 2
+"""the step that is counted: the first one creates optimizer states and buffers"""
+
+
+@dataclass(frozen=True)
+class ForeignEngine:
+    """An engine whose own trainer can be rehearsed; foreign/<name>.py runs it."""
+
+    name: str
+    tested: tuple[str, ...]
+    """versions whose rehearsals were compared with measured runs or with real ones on gloo"""
+
+    def installed(self) -> str:
+        """Its version; SpecError if there is none."""
+        try:
+            return metadata.version(self.name)
+        except metadata.PackageNotFoundError:
+            raise SpecError(
+                f"--engine is {self.name}, which is not installed: try pip install '{self.name}=={self.tested[-1]}'"
+            ) from None
+
+
+ENGINES = {one.name: one for one in (ForeignEngine("torchtitan", ("0.2.2", "0.3.0")),)}
+
+
+def engine_named(name: str) -> ForeignEngine:
+    if name not in ENGINES:
+        raise SpecError(f"--engine is '{name:.40}' but must be one of {', '.join(ENGINES)}: {nearest(name[:40], ENGINES)}")
+    return ENGINES[name]
+
+
+@dataclass(frozen=True)
+class ForeignRequest:
+    program: str
+    """a script's file, or an engine's configuration"""
+    world: int
+    rank: int = 0
+    engine: str | None = None
+    """None: a script"""
+    arguments: tuple[str, ...] = ()
+    steps: int = FIRST_STEPS
+    gpus_per_node: int = GPUS_PER_NODE
+    notes: tuple[str, ...] = field(default=())
+
+    def checked(self) -> ForeignRequest:
+        """SpecError for what cannot run; with a note about a version that was not tested."""
+        if not 0 <= self.rank < self.world:
+            raise SpecError(f"--rank is {self.rank} but --world has ranks 0 to {self.world - 1}: try 0")
+        if self.steps < FIRST_STEPS:
+            raise SpecError(f"--steps is {self.steps} but the first step only creates optimizer states: try {FIRST_STEPS}")
+        if self.engine is None:
+            _readable("--script", self.program, ".py")
+            return self
+        engine = engine_named(self.engine)
+        version = engine.installed()
+        _check_configuration(engine, version, self.program)
+        if version in engine.tested:
+            return self
+        note = f"{engine.name} {version} was not tested; {' and '.join(engine.tested)} were"
+        return ForeignRequest(**{**vars(self), "notes": (*self.notes, note)})
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """As torchrun sets it for this rank."""
+        local = min(self.gpus_per_node, self.world)
+        numbers = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world,
+            "LOCAL_RANK": self.rank % local,
+            "LOCAL_WORLD_SIZE": local,
+            "GROUP_RANK": self.rank // local,
+            "MASTER_PORT": 29500,
+        }
+        return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost"}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, data: dict[str, Any]) -> ForeignRequest:
+        return cls(**{**data, "arguments": tuple(data["arguments"]), "notes": tuple(data["notes"])})
+
+
+def _check_configuration(engine: ForeignEngine, version: str, config: str) -> None:
+    """torchtitan 0.2 reads TOML, 0.3 runs a Python function."""
+    file = config.partition(":")[0]
+    toml, old = file.endswith(".toml"), version.startswith("0.2.")
+    if old and not toml:
+        raise SpecError(f"--config is '{config:.80}' but {engine.name} {version} reads TOML: try a file such as config.toml")
+    if toml and not old:
+        raise SpecError(
+            f"--config is '{config:.80}', which {engine.name} 0.2 reads, and {version} is installed: name a function, "
+            "such as config.py:plan or llama3:llama3_debugmodel"
+        )
+    if toml or file.endswith(".py"):
+        _readable("--config", file, "")
+    elif ":" not in config:
+        raise SpecError(f"--config is '{config:.80}': name a file or a function, such as config.py:plan")
+
+
+def _readable(option: str, file: str, ending: str) -> None:
+    if not os.path.isfile(file):
+        raise SpecError(f"{option} is '{file:.80}', which is not a file: name one, such as train{ending or '.py'}")
+
+
+@dataclass(frozen=True)
+class ForeignRehearsal:
+    """Memory, FLOPs and collectives of one rank in one step."""
+
+    rank: int
+    world: int
+    step: int
+    peak: int
+    """bytes of all tensors at the peak"""
+    moment: str
+    memory: dict[str, int]
+    """by owner at the peak"""
+    most: dict[str, int]
+    """maximum of each owner, at the peak or not"""
+    flops: dict[str, int]
+    """by operator; attention counts its causal half where it is causal, without recomputation in its backward kernel"""
+    collectives: tuple[Collective, ...]
+    notes: tuple[str, ...]
+    torch: str
+    engine: str | None
+    """with its version"""
+    seconds: float = 0.0
+    """that the rehearsal took"""
+
+    @classmethod
+    def of_json(cls, data: dict[str, Any]) -> ForeignRehearsal:
+        data["collectives"] = tuple(Collective(**one) for one in data["collectives"])
+        return cls(**{**data, "notes": tuple(data["notes"])})
+
+
+def script_name(program: str) -> str:
+    return Path(program).name

@@ -1,0 +1,63 @@
+"""Output of `ultrascale rehearse` for programs that are not ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ultrascale.show.lines import heading, notes, table
+from ultrascale.show.rehearse import cells, term_json
+from ultrascale.specs.units import byte_size
+
+if TYPE_CHECKING:
+    from ultrascale.measure.foreign.compare import ForeignReport
+
+OWNERS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "buffers": "buffers and the rest",
+}
+
+
+def show(console: Console, report: ForeignReport) -> None:
+    found = report.found
+    program = found.engine or report.request.program
+    heading(console, f"rank {found.rank} of {found.world:,}: {program}")
+    console.print(f"step {found.step}, rehearsed in {found.seconds:.1f} s with torch {found.torch}; peak: {found.moment}")
+    grid = table("memory of tensors", "owner", "at the peak", "at most")
+    for owner, label in OWNERS.items():
+        grid.add_row(label, byte_size(found.memory.get(owner, 0)), byte_size(found.most.get(owner, 0)))
+    grid.add_row("all", byte_size(found.peak), byte_size(found.peak))
+    console.print(grid)
+    total = sum(found.flops.values())
+    shares = ", ".join(f"{name} {count / total:.1%}" for name, count in found.flops.items() if count)
+    console.print(f"FLOPs: {total / 1e12:,.4g} TFLOP" + (f" ({shares})" if shares else ""))
+    if found.collectives:
+        columns = ("group", "collective", "where", "ranks", "calls", "sent")
+        grid = table("collectives", *columns, left=columns[:3])
+        for one in found.collectives:
+            grid.add_row(one.technique, one.kind, one.where, f"{one.group:,}", f"{one.calls:,}", byte_size(one.bytes))
+        console.print(grid)
+    else:
+        console.print("no collectives")
+    if report.compared is not None:
+        grid = table(f"beside the estimate for {report.compared.framework}", "", "predicted", "rehearsed", "difference")
+        for term in report.compared.terms:
+            grid.add_row(term.label, *cells(term))
+        console.print(grid)
+        planned = f"{report.compared.planned_gib:,.2f} GiB with what is beside tensors, for {report.compared.planned_for}"
+        console.print(f"the plan's own estimate: {planned}")
+    notes(console, found.notes)
+
+
+def as_json(report: ForeignReport) -> dict[str, Any]:
+    beside = report.compared
+    return {
+        **vars(report.found),
+        "program": report.request.program,
+        "arguments": report.request.arguments,
+        "estimate": None if beside is None else {**vars(beside), "terms": [term_json(term) for term in beside.terms]},
+    }

@@ -1,0 +1,221 @@
+"""Programs that are not ours, rehearsed: figures worked out by hand and of real processes; programs that fail."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed.fsdp  # before processes fork
+
+from ultrascale.measure.foreign import child, run
+from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.watcher import Watcher
+from ultrascale.specs.errors import RunError, SpecError
+
+PROGRAMS = Path(__file__).with_name("foreign")
+FORK = multiprocessing.get_context("fork")
+
+
+def in_processes(*targets: Callable[[], None]) -> None:
+    """Each in a fork of this process: a rehearsal replaces functions of torch."""
+    processes = [FORK.Process(target=target) for target in targets]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def rehearsed(folder: Path, request: ForeignRequest) -> ForeignRehearsal:
+    """Without the start of an interpreter, which takes seconds."""
+    (folder / run.REQUEST).write_text(json.dumps(request.to_json()))
+
+    def target() -> None:
+        os.environ.update(request.environment | run.EAGER)
+        child.main(folder)
+
+    in_processes(target)
+    return ForeignRehearsal.of_json(json.loads((folder / run.RESULT).read_text()))
+
+
+def real(folder: Path, script: Path, world: int) -> ForeignRehearsal:
+    """Rank 0 of the same program in real processes on gloo, watched through the same step."""
+
+    def rank_of(rank: int) -> Callable[[], None]:
+        request = ForeignRequest(str(script), world, rank, steps=3)
+
+        def done(watcher: Watcher) -> None:
+            found = child._result(request, watcher, ())
+            (folder / f"real{rank}.json").write_text(json.dumps(child.asdict(found)))
+
+        def target() -> None:
+            torch.set_num_threads(1)
+            port = {"MASTER_PORT": str(20000 + os.getppid() % 20000)}
+            os.environ.update(request.environment | port)
+            sys.argv = [str(script)]
+            with Watcher(None, request.steps, done):
+                runpy.run_path(str(script), run_name="__main__")
+
+        return target
+
+    in_processes(*map(rank_of, range(world)))
+    return ForeignRehearsal.of_json(json.loads((folder / "real0.json").read_text()))
+
+
+def figures(found: ForeignRehearsal) -> dict[str, Any]:
+    return {
+        "flops": found.flops,
+        "memory": found.memory,
+        "collectives": [(one.technique, one.kind, one.where, one.group, one.calls, one.bytes) for one in found.collectives],
+        "moment": found.moment,
+    }
+
+
+@pytest.mark.parametrize(("name", "world"), [("ddp.py", 2), ("fsdp_tp.py", 4)])
+def test_a_rehearsed_program_does_what_real_processes_do(name: str, world: int, tmp_path: Path) -> None:
+    """In step 3: torch's DDP rebuilds its buckets in the second."""
+    script = PROGRAMS / name
+    one, other = rehearsed(tmp_path, ForeignRequest(str(script), world, steps=3)), real(tmp_path, script, world)
+    if name == "fsdp_tp.py":
+        other.memory["buffers"] -= 4 * 4  # the mesh's tensor of ranks, which has values in a rehearsal too
+    assert figures(one) == figures(other)
+
+
+def test_ddp_by_hand(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, ForeignRequest(str(PROGRAMS / "ddp.py"), 64, rank=8, arguments=("foreach",)))
+    sizes = 256 * 1024 + 1024, 1024 * 256 + 256, 256 * 512 + 512
+    weights = 4 * sum(sizes)
+    assert found.memory == {
+        "parameters": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights + 6 * 4,  # and the count of steps of each of six tensors
+        "buffers": weights,  # DDP's buckets
+        "activations": weights + 32 * 256 * 4 + 4,  # square roots of all second moments at once; the batch; the loss
+    }
+    assert (found.moment, found.peak) == ("optimizer", sum(found.memory.values()))
+    # The first bucket is closed by the weight with which it reaches 1 MiB, the second layer's.
+    [one] = found.collectives
+    assert (one.technique, one.kind, one.where, one.group, one.calls) == ("world", "all_reduce", "backward", 64, 2)
+    assert one.bytes == 2 * 63 / 64 * weights
+    macs = [32 * inner * outer for inner, outer in ((256, 1024), (1024, 256), (256, 512))]
+    assert found.flops == {"addmm": 2 * sum(macs), "mm": 2 * sum(macs) + 2 * sum(macs[1:])}
+
+
+def test_fsdp_and_tp_by_hand(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, ForeignRequest(str(PROGRAMS / "fsdp_tp.py"), 4, rank=1))
+    layer, head, states = 2 * 64 * 128 * 4, 64 * 128 * 4, 16 * 64 * 4  # bytes; a layer's two matrices are halved by tp
+    half = (2 * layer + head) // 2
+    assert (found.memory["parameters"], found.most["gradients"]) == (half, half)
+    assert found.memory["optimizer"] == 2 * half + 5 * 4
+    assert found.moment == "backward, layers.0"
+    matmul = 2 * 16 * 64 * 128  # all five are this large on a rank; the first needs no gradient of its input
+    assert found.flops == {"mm": (3 * 5 - 1) * matmul}
+    assert [(one.technique, one.kind, one.where, one.calls, one.bytes) for one in found.collectives] == [
+        ("dp", "all_gather", "forward", 3, half),
+        ("dp", "reduce_scatter", "backward", 3, half),
+        ("dp", "all_gather", "backward", 2, layer),  # the root stays gathered
+        ("tp", "all_reduce", "forward", 2, 2 * states),
+        ("tp", "all_reduce", "backward", 1, states),
+    ]
+
+
+VALUES = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+dist.init_process_group()
+assert (dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()) == (9, 16, 1)
+torch.cuda.synchronize()
+with torch.cuda.stream(torch.cuda.Stream()):
+    pass
+model = torch.nn.Linear(8, 8).cuda().to(torch.bfloat16)
+optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0).item())
+scaler = torch.amp.GradScaler()
+objects = [None] * 16
+dist.all_gather_object(objects, dist.get_rank())
+assert objects == [9] * 16
+for _ in DataLoader(torch.zeros(64, 8), batch_size=4, num_workers=2, pin_memory=True):
+    x = torch.randn(4, 8, device="cuda:1", dtype=torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = model(x)
+    chosen = out[out > 0]
+    assert chosen.shape == (32,)
+    assert torch.nonzero(out).shape == (32, 2)
+    assert (out.sum().item(), int((out > 0).sum()), bool(out.sum() > 3)) == (0.0, 0, False)
+    q = torch.randn(1, 4, 16, 8, device="cuda", requires_grad=True)
+    k = torch.randn(1, 2, 16, 8, device="cuda", requires_grad=True)
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    scaler.scale(chosen.sum() + mixed.sum()).backward()
+    assert k.grad.shape == k.shape
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.cuda.max_memory_allocated() > 0
+"""
+
+
+def test_what_a_program_asks_of_a_gpu_is_answered(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(VALUES)
+    found = rehearsed(tmp_path, ForeignRequest(str(script), 16, rank=9))
+    # attention: q·k and p·v of 16 by 16 and 4 heads of 8, the causal half; twice that in backward
+    assert found.flops["attention"] == 3 * (2 * 2 * 4 * 16 * 16 * 8) // 2
+    assert found.memory["parameters"] == (64 + 8) * 2
+
+
+ENDINGS = {
+    "crash": ("print('line'); raise ValueError('of the program')", "exit code 1", "ValueError: of the program"),
+    "exit": ("raise SystemExit(3)", "exit code 3", ""),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "ended by signal 9", ""),
+    "hang": ("import time; print('waiting', flush=True); time.sleep(60)", "try a longer --timeout", "waiting"),
+    "flood": ("while True: print('x' * 1000)", "try a longer --timeout", "xxx"),
+    "ended": ("", "never called torch.distributed.init_process_group", ""),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_that_fails_is_one_sentence(ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program, says, last = ENDINGS[ending]
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(run, "CHILD", (sys.executable, "-c", program))
+    with pytest.raises(RunError) as failed:
+        run.rehearse_foreign(ForeignRequest(str(script), 8), timeout_s=1.5)
+    sentence, *lines = str(failed.value).splitlines()
+    assert sentence.startswith(str(script))
+    assert says in sentence
+    assert len(lines) <= run.SHOWN_LINES
+    assert last in "".join(lines[-1:])
+
+
+def test_a_program_without_enough_steps_is_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for text, initialised in (("import torch", False), ("import torch.distributed as d; d.init_process_group()", True)):
+        script.write_text(text)
+        request = ForeignRequest(str(script), 8)
+        (tmp_path / run.REQUEST).write_text(json.dumps(request.to_json()))
+        in_processes(lambda: child.main(tmp_path))
+        found = json.loads((tmp_path / run.RESULT).read_text())
+        assert found == {"initialised": initialised, "steps": 0}
+    assert "ended after 0 optimizer steps and 2 are needed" in run._sentence(request, found, 0, 1)
+
+
+REFUSED = [
+    (ForeignRequest("none.py", 8), "--script is 'none.py', which is not a file"),
+    (ForeignRequest(__file__, 8, rank=8), "--rank is 8 but --world has ranks 0 to 7"),
+    (ForeignRequest(__file__, 8, steps=1), "--steps is 1 .* try 2"),
+    (ForeignRequest("x:y", 8, engine="torchtitn"), "did you mean 'torchtitan'"),
+]
+
+
+@pytest.mark.parametrize(("request_", "says"), REFUSED, ids=[says[:20] for _, says in REFUSED])
+def test_bad_requests_are_refused(request_: ForeignRequest, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        request_.checked()
