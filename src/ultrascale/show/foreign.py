@@ -44,9 +44,9 @@ def show(console: Console, report: ForeignReport) -> None:
     else:
         console.print("no collectives")
     if report.compared is not None:
-        grid = table(f"beside the estimate for {report.compared.framework}", "", "predicted", "rehearsed", "difference")
+        grid = table(f"beside the estimate for {report.compared.framework}", "one step", "predicted", "rehearsed", "difference")
         for term in report.compared.terms:
-            grid.add_row(term.label, *cells(term))
+            grid.add_row(OWNERS.get(term.label, term.label), *cells(term))
         console.print(grid)
         planned = f"{report.compared.planned_gib:,.2f} GiB with what is beside tensors, for {report.compared.planned_for}"
         console.print(f"the plan's own estimate: {planned}")

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.cost.flops import matmul_flops
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
 from ultrascale.measure.rehearse import RehearsedTerm, predicted_flops, without_imbalance
 from ultrascale.specs.framework import Framework
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
+from ultrascale.specs.units import GIB
 
 EAGER = "torchtitan-eager"
 """the preset of torchtitan without torch.compile, which is what is rehearsed"""
@@ -36,18 +40,34 @@ class PlanBeside:
 
 
 def compared(plan: Plan, found: ForeignRehearsal) -> PlanBeside:
-    """Owners that both sides define alike, all tensors at the peak, FLOPs and bytes sent."""
+    """Memory at the peak by owner, FLOPs and bytes sent."""
     from ultrascale.parallel.mesh import RankCoordinates
 
     job, layout = without_imbalance(plan.job).changed(framework=Framework.load(EAGER)), plan.layout
     place = RankCoordinates.of(layout, found.rank)
-    law = estimate(job, layout).memory[place.pp].memory
+    stage = estimate(job, layout).memory[place.pp]
+    law = stage.memory
+    # Under FSDP2 the weights of a program are its shards, the law's masters; gathered copies are buffers.
+    weights, gathered = (law.master, law.parameters) if layout.zero else (law.master + law.parameters, 0.0)
+    predicted = {
+        "parameters": weights,
+        "gradients": law.gradients,
+        "optimizer": law.optimizer,
+        "activations": law.activations,
+        "buffers": law.buffers + gathered,
+    }
+    terms = [RehearsedTerm(owner, value, found.memory.get(owner, 0), "B") for owner, value in predicted.items()]
+    terms.append(RehearsedTerm("all", law.total - law.runtime, found.peak, "B"))
+    flops = predicted_flops(job, layout, place) + _recomputed_flops(job, layout) * stage.layers / job.model.layers
+    terms.append(RehearsedTerm("FLOPs", flops, sum(found.flops.values()), "FLOP"))
     sent = sum(one.bytes for one in of_stage(job, layout, ClusterRates(job), place.pp))
-    terms = (
-        RehearsedTerm("optimizer states", law.optimizer, found.memory.get("optimizer", 0), "B"),
-        RehearsedTerm("all tensors at the peak", law.total - law.runtime, found.peak, "B"),
-        RehearsedTerm("FLOPs", predicted_flops(job, layout, place), sum(found.flops.values()), "FLOP"),
-        RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"),
-    )
+    terms.append(RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"))
     planned = plan.estimate.memory[place.pp].memory.total
-    return PlanBeside(terms, EAGER, planned / 2**30, plan.job.framework.name)
+    return PlanBeside(terms, EAGER, planned / GIB, plan.job.framework.name)
+
+
+def _recomputed_flops(job: Job, layout: Layout) -> float:
+    """Of all layers on one tp rank, where selective recomputation repeats every second GEMM, as the Estimate's HFU counts it."""
+    if layout.recompute != "selective" or job.framework.selective != "half":
+        return 0.0
+    return matmul_flops(job.model) / 2 * layout.mbs * layout.gas * job.seq / (layout.cp * layout.tp)

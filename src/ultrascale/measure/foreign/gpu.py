@@ -52,14 +52,12 @@ def on_cpu(device: Any) -> Any:
 
 
 class GpuOnCpu(TorchFunctionMode):
-    """Calls that name the GPU get the CPU; attention gets the operators of a GPU."""
+    """Calls that name the GPU get the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
-            return attention(*args, **given)
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         if given.get("device") is not None:
@@ -135,6 +133,11 @@ def empty_block_mask(
 
 class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors without memory whose values can be read: numbers are zero, and a mask selects everything."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and "device" in kwargs:  # in a backward, where torch has no function modes
+            kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
+        return super().dispatch(func, types, args, kwargs)
 
     def _slowly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -238,6 +241,7 @@ def answer_for_gpu(local_rank: int, gpus_per_node: int, allocated: Callable[[], 
     }
     pairs: list[tuple[Any, Any]] = [(getattr(torch.cuda, name), _answer(value)) for name, value in answers.items()]
     pairs += [(torch.cuda.Stream, _Stream), (torch.cuda.Event, _Stream)]
+    pairs += [(functional.scaled_dot_product_attention, attention)]
     pairs += [(flex_attention, flexible_attention), (create_block_mask, empty_block_mask)]
     replace_everywhere(pairs)
     for name in ("range_push", "range_pop", "mark"):

@@ -43,8 +43,6 @@ def _run_python(config: str, arguments: Sequence[str], note: Callable[[str], Non
     if found.parallelism.spmd_backend == "spmd_types" and torch.__version__ < "2.14":
         found.parallelism.spmd_backend = "partial_dtensor"
         note(PARTIAL.format(torch=torch.__version__))
-    groups: Any = importlib.import_module("torchtitan.distributed.utils")
-    groups.set_pg_timeouts = lambda *_, **__: None  # nobody is waited for, and torch 2.13 has no set_timeout
     _write_nothing(found)
     found.dump_folder = tempfile.gettempdir()
     _readable(type(found.tokenizer), "build", note)
@@ -75,7 +73,14 @@ def _run_toml(config: str, arguments: Sequence[str], note: Callable[[str], None]
     program.Trainer(found).train()
 
 
+def _wait_for_nobody() -> None:
+    """torchtitan sets timeouts of its groups, with functions that not every torch has."""
+    groups: Any = importlib.import_module("torchtitan.distributed.utils")
+    groups.set_pg_timeouts = lambda *_, **__: None
+
+
 def _write_nothing(config: Any) -> None:
+    _wait_for_nobody()
     config.checkpoint.enable = False
     (config.validator if hasattr(config, "validator") else config.validation).enable = False
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
