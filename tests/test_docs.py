@@ -31,6 +31,10 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(
+        r'^```python title="(.*?)"\n(.*?)^```', page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        (tmp_path / name).write_text(text)
     for command in commands(page):
         code, _, err = run(*shlex.split(command)[1:])
         assert code == 0, f"{command}\n{err}"

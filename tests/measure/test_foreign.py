@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,71 @@ def test_what_a_program_asks_of_a_gpu_is_answered(tmp_path: Path) -> None:
     assert found.memory["parameters"] == (64 + 8) * 2
 
 
+ROUTED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+router = torch.nn.Linear(8, 4, bias=False).cuda()
+experts = torch.nn.Parameter(torch.zeros(8, 8, device="cuda"))
+optimizer = torch.optim.SGD([*router.parameters(), experts])
+for _ in range(2):
+    x = torch.randn(6, 8, device="cuda")
+    scores, chosen = router(x).topk(3)
+    sent = chosen.flatten().bincount(minlength=4).tolist()
+    received = torch.empty(4, dtype=torch.int64, device="cuda").tolist()
+    rows = torch.empty(sum(received), 8, device="cuda")
+    dist.all_to_all_single(rows, x.repeat(3, 1), received, sent)
+    assert sent == received == [5, 5, 4, 4], sent
+    ((rows @ experts).sum() * scores.sum()).backward()
+    optimizer.step()
+"""
+
+
+def test_experts_are_chosen_equally_often(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ROUTED)
+    found = rehearsed(tmp_path, ForeignRequest(str(script), 4))
+    assert child.BALANCED in found.notes
+    [one] = found.collectives
+    assert (one.kind, one.calls, one.bytes) == ("all_to_all", 1, 6 * 3 * 8 * 4 * 3 // 4)
+
+
+TORCHTITAN = [
+    ("llama3:llama3_debugmodel", (), {"tp": 2}),
+    ("deepseek_v3:deepseek_v3_debugmodel", ("--training.disable_cuda_graphs",), {"ep": 4}),
+    ("llama3:llama3_debugmodel", (), {"cp": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "more", "degrees"), TORCHTITAN, ids=["tensor", "experts", "context"])
+def test_torchtitan(config: str, more: tuple[str, ...], degrees: dict[str, int]) -> None:
+    """Its debug models on 8 ranks: weights and states are shards of all parameters, and each technique communicates."""
+    pytest.importorskip("torchtitan")
+    long = {"tp": "tensor", "ep": "expert", "cp": "context"}
+    arguments = [f"--parallelism.{long[name]}_parallel_degree={degree}" for name, degree in degrees.items()]
+    found = run.rehearse_foreign(ForeignRequest(config, 8, engine="torchtitan", arguments=(*arguments, *more)))
+    assert found.engine is not None
+    assert found.engine.startswith("torchtitan 0.3")
+    weights = found.memory["parameters"]
+    assert 2 * weights <= found.memory["optimizer"] < 2.01 * weights + 4096  # and a count of steps for each tensor
+    assert found.most["gradients"] == weights
+    [(technique, size)] = degrees.items()
+    assert {one.group for one in found.collectives if one.technique == technique} == {size}
+    assert {"mm", "attention"} <= set(found.flops)
+    if technique == "cp":  # keys and values of six layers are gathered, again in backward, and their gradients reduced
+        calls = {(one.kind, one.where): one.calls for one in found.collectives if one.technique == "cp"}
+        assert calls == {("all_gather", "forward"): 12, ("all_gather", "backward"): 12, ("reduce_scatter", "backward"): 12}
+
+
+@pytest.mark.slow
+def test_torchtitan_cannot_run_a_stage_without_its_neighbours() -> None:
+    pytest.importorskip("torchtitan")
+    arguments = ("--parallelism.pipeline_parallel_degree=2", "--training.disable_cuda_graphs")
+    with pytest.raises(RunError, match="pipeline_parallel_degree is 2 but a stage asks its neighbours") as refused:
+        run.rehearse_foreign(ForeignRequest("llama3:llama3_debugmodel", 8, engine="torchtitan", arguments=arguments))
+    assert "\n" not in str(refused.value)
+
+
 ENDINGS = {
     "crash": ("print('line'); raise ValueError('of the program')", "exit code 1", "ValueError: of the program"),
     "exit": ("raise SystemExit(3)", "exit code 3", ""),
@@ -213,6 +279,33 @@ REFUSED = [
     (ForeignRequest(__file__, 8, steps=1), "--steps is 1 .* try 2"),
     (ForeignRequest("x:y", 8, engine="torchtitn"), "did you mean 'torchtitan'"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "says"),
+    [
+        ("0.3.0", __file__.replace(".py", ".toml"), "which torchtitan 0.2 reads, and 0.3.0 is installed"),
+        ("0.2.2", f"{__file__}:plan", "torchtitan 0.2.2 reads TOML"),
+        ("0.3.0", "llama3", "name a file or a function, such as config.py:plan"),
+        ("0.3.0", "none.py:plan", "--config is 'none.py', which is not a file"),
+        (None, "llama3:llama3_8b", "which is not installed: try pip install 'torchtitan==0.3.0'"),
+    ],
+)
+def test_configurations_go_with_versions(version: str | None, config: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    with pytest.raises(SpecError, match=says):
+        ForeignRequest(config, 8, engine="torchtitan").checked()
+
+
+def test_a_version_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.4.1")
+    [note] = ForeignRequest("llama3:llama3_8b", 8, engine="torchtitan").checked().notes
+    assert note == "torchtitan 0.4.1 was not tested; 0.2.2 and 0.3.0 were"
 
 
 @pytest.mark.parametrize(("request_", "says"), REFUSED, ids=[says[:20] for _, says in REFUSED])

@@ -185,6 +185,7 @@ def test_what_rehearsals_of_other_programs_need(monkeypatch: pytest.MonkeyPatch)
             torch.ones(2).sum().item()
         with pytest.raises(private.DynamicOutputShapeException):
             torch.ones(2).nonzero()
+    assert all(callable(getattr(private.ShardingPropagator, name)) for name in private.SHARDING_PROPAGATION)
     called = []
     weight = torch.ones(2, requires_grad=True)
 

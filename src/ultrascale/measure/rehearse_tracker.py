@@ -65,6 +65,8 @@ _FUNCTIONAL: dict[str, tuple[Op, str]] = {
     **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), ("reduce_scatter", "argument")),
     "all_to_all_single": ("all_to_all", "argument"),
     **dict.fromkeys(("broadcast", "broadcast_"), ("broadcast", "argument")),
+    "flex_cp_allgather": ("all_gather", "result"),  # of torch's context parallelism: keys, and values
+    "flex_cp_allgather_backward": ("reduce_scatter", "argument"),
 }
 """functional collectives: the collective, and whether its result or its first argument is the buffer that the law counts"""
 
@@ -146,7 +148,7 @@ class OperatorCounter(LiveBytes):  # type: ignore[no-untyped-call]
             self.flops[self.position.place, name] += int(formula(args, kwargs, result))
         elif func.namespace == "c10d":
             self._count_collective(func, args)
-        elif func.namespace == "_c10d_functional":
+        elif func.namespace in ("_c10d_functional", "cplib"):
             self._count_functional(func, args, result)
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -161,7 +163,10 @@ class OperatorCounter(LiveBytes):  # type: ignore[no-untyped-call]
         found = _FUNCTIONAL.get(func._opname)
         if found is not None:
             kind, whole = found
-            self._add_call(kind, resolve_group(args[-1]), result if whole == "result" else args[0])
+            pair = func.namespace == "cplib"
+            buffers = result if whole == "result" else args[:2] if pair else args[0]
+            for buffer in buffers if pair else (buffers,):
+                self._add_call(kind, resolve_group(args[-1]), buffer)
 
     def _add_call(self, kind: Op, group: dist.ProcessGroup, buffer: Any) -> None:
         place = self.position.place

@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "FakeTensor",  # tensors without memory, for rehearsals
     "FakeTensorMode",
     "PrefixStore",  # torch.distributed has the stores too, but does not declare them to type checkers
+    "ShardingPropagator",  # runs operators for their shapes, which a rehearsal does not count
     "StorageInfo",  # the place of a tensor in a checkpoint's files; its own writer has to return it
     "Store",
     "TCPStore",
@@ -58,6 +60,8 @@ foreach_copy_ = torch._foreach_copy_
 # The allocator's events, with stacks: the file that pytorch.org/memory_viz shows has no public writer.
 record_memory_history = torch.cuda.memory._record_memory_history
 memory_snapshot = torch.cuda.memory._snapshot
+
+SHARDING_PROPAGATION = ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached")
 
 # A fake tensor without the checks of its constructor, which take as long as an operator.
 make_subclass = Tensor._make_subclass

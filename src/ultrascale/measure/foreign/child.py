@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from ultrascale.measure.foreign.gpu import ValuesOfZero, answer_for_gpu, without_gpu
 from ultrascale.measure.foreign.peers import without_peers
-from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.request import CannotRehearseError, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.run import REQUEST, RESULT
 from ultrascale.measure.foreign.watcher import Watcher
 
 VALUES = "tensors have no values: what the program reads of them is zero, and a mask selects everything"
+BALANCED = "experts are chosen equally often"
 COMPILED = "torch.compile is off: operators run one by one and keep what compiled code would fuse or recompute"
 
 
@@ -37,6 +38,8 @@ def main(folder: Path) -> None:
         os.replace(folder / "part", folder / RESULT)
 
     def done(watcher: Watcher) -> None:
+        if fake.routed:
+            notes.setdefault(BALANCED)
         write(asdict(_result(request, watcher, tuple(notes))))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -46,12 +49,16 @@ def main(folder: Path) -> None:
     watcher = Watcher(fake, request.steps, done)
     answer_for_gpu(request.rank % request.gpus_per_node, request.gpus_per_node, lambda: (watcher.current, watcher.peak))
     without_peers(request.rank, request.world)
-    with without_gpu(fake), watcher:
-        if request.engine is not None:
-            runner = importlib.import_module(f"ultrascale.measure.foreign.{request.engine}")
-            runner.run(request.program, request.arguments, notes.setdefault)
-        else:
-            _run_script(request, notes)
+    try:
+        with without_gpu(fake), watcher:
+            if request.engine is not None:
+                runner = importlib.import_module(f"ultrascale.measure.foreign.{request.engine}")
+                runner.run(request.program, request.arguments, notes.setdefault)
+            else:
+                _run_script(request, notes)
+    except CannotRehearseError as refused:
+        write({"refused": str(refused)})
+        return
     write({"initialised": dist.is_initialized(), "steps": watcher.completed})
 
 

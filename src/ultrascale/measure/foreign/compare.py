@@ -67,7 +67,7 @@ def compared(plan: Plan, found: ForeignRehearsal) -> PlanBeside:
 
 
 def _recomputed_flops(job: Job, layout: Layout) -> float:
-    """Of all layers on one tp rank, where selective recomputation repeats every second GEMM, as the Estimate's HFU counts it."""
+    """Of all layers on one tp rank, where selective recomputation repeats every second GEMM, as HFU counts it."""
     if layout.recompute != "selective" or job.framework.selective != "half":
         return 0.0
     return matmul_flops(job.model) / 2 * layout.mbs * layout.gas * job.seq / (layout.cp * layout.tp)

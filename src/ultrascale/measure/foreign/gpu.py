@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ultrascale.measure.rehearse_world import QuickFakeTensorMode
+from ultrascale.measure.rehearse_world import QuickFakeTensorMode, split_evenly
 from ultrascale.parallel.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -87,7 +87,7 @@ def attention(
 ) -> Tensor:
     """The kernels of a GPU in bf16: flash attention, or the memory-efficient one where there is a mask."""
     if attn_mask is None:
-        return cast(Tensor, aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0])
+        return _kernel(query, key, value, dropout_p, is_causal, scale)[0]
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
@@ -96,6 +96,17 @@ def attention(
     mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = aten._scaled_dot_product_efficient_attention
     return cast(Tensor, efficient(query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0])
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output and its log-sum-exp. Flash attention needs heads of one size, which those of MLA are not."""
+    if query.shape[-1] == value.shape[-1]:
+        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)
+    else:
+        found = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout, causal, scale=scale)
+    return found[0], found[1]
 
 
 def flexible_attention(
@@ -112,7 +123,7 @@ def flexible_attention(
     return_aux: Any = None,
 ) -> Any:
     """In place of torch's flex_attention, which has no backward on a CPU: flash attention keeps the same tensors."""
-    found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block_mask is not None, scale=scale)
+    found = _kernel(query, key, value, 0.0, block_mask is not None, scale)
     if return_aux is not None:
         return found[0], AuxOutput(lse=found[1])
     return (found[0], found[1]) if return_lse else found[0]
@@ -132,30 +143,60 @@ def empty_block_mask(
 
 
 class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors without memory whose values can be read: numbers are zero, and a mask selects everything."""
+    """Tensors without memory whose values can be read: numbers are zero, and a mask selects everything.
+
+    A list of whole numbers is read as rows for each expert: as many as the router's last topk selected, evenly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed = 0
+        FakeTensor.tolist = lambda tensor: self._list(tensor)  # type: ignore[method-assign]
+
+    def _list(self, tensor: FakeTensor) -> Any:
+        if tensor.constant is not None:
+            return tensor.constant.tolist()
+        if tensor.dim() == 0:
+            return tensor.item()
+        if tensor.dim() > 1:
+            return [row.tolist() for row in tensor]
+        return [0.0] * len(tensor) if tensor.is_floating_point() else split_evenly(self.routed, len(tensor))
+
+    def __deepcopy__(self, _: Any) -> ValuesOfZero:
+        return self  # of every tensor of a model that is copied
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and "device" in kwargs:  # in a backward, where torch has no function modes
             kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
-        return super().dispatch(func, types, args, kwargs)
+        result = super().dispatch(func, types, args, kwargs)
+        if func is aten.topk.default:
+            self.routed = result[1].numel()
+        return result
 
     def _slowly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             return super()._slowly(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            packet = func._overloadpacket
-            if packet is aten._local_scalar_dense:
-                kind = args[0].dtype
-                return 0.0 if kind.is_floating_point else False if kind is torch.bool else 0
-            if packet in (aten.equal, aten.is_nonzero):
-                return False
-            if packet is aten.nonzero:
-                return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.int64)
-            if packet is aten.masked_select:
-                return (args[0] + torch.zeros_like(args[1], dtype=args[0].dtype)).reshape(-1)
-            if packet is aten.index:
-                return aten.index(args[0], _without_masks(args[1]))
-            raise
+            with self:  # else these would be tensors with memory
+                return _of_zeros(func._overloadpacket, args, kwargs)
+
+
+def _of_zeros(packet: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator whose value or shape depends on values."""
+    if packet is aten._local_scalar_dense:
+        kind = args[0].dtype
+        return 0.0 if kind.is_floating_point else False if kind is torch.bool else 0
+    if packet in (aten.equal, aten.is_nonzero):
+        return False
+    if packet is aten.nonzero:
+        return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.int64)
+    if packet is aten.bincount:
+        return torch.zeros(kwargs.get("minlength", args[2] if len(args) > 2 else 0), dtype=torch.int64)
+    if packet is aten.masked_select:
+        return (args[0] + torch.zeros_like(args[1], dtype=args[0].dtype)).reshape(-1)
+    if packet is aten.index:
+        return aten.index(args[0], _without_masks(args[1]))
+    raise NotImplementedError(f"the result of {packet} depends on values, which tensors do not have in a rehearsal")
 
 
 def _without_masks(indices: Any) -> list[Tensor | None]:

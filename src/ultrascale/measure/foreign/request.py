@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from ultrascale.measure.rehearse import Collective
@@ -147,5 +146,5 @@ class ForeignRehearsal:
         return cls(**{**data, "notes": tuple(data["notes"])})
 
 
-def script_name(program: str) -> str:
-    return Path(program).name
+class CannotRehearseError(Exception):
+    """A sentence: why a program cannot run here."""

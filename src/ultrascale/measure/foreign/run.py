@@ -61,7 +61,8 @@ def rehearse_foreign(
         found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
     if "peak" in found:
         return replace(ForeignRehearsal.of_json(found), seconds=time.perf_counter() - start)
-    raise RunError(_sentence(request, found, code, timeout_s) + "".join(f"\n  {line}" for line in tail))
+    lines = [] if "refused" in found else tail
+    raise RunError("\n  ".join([_sentence(request, found, code, timeout_s), *lines]))
 
 
 def _run(
@@ -105,6 +106,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _sentence(request: ForeignRequest, found: dict[str, object], code: int | None, timeout_s: float) -> str:
     program, steps = request.program, found.get("steps", 0)
+    if "refused" in found:
+        return f"{program} cannot be rehearsed: {found['refused']}"
     if code is None:
         return f"{program} did not complete {request.steps} optimizer steps in {timeout_s:g} s: try a longer --timeout"
     if code:

@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 
+from ultrascale.measure.foreign.request import CannotRehearseError
+
 COMPILED = (
     "torch.compile is off, since it needs a GPU to fuse for: operators run one by one and keep what a compiled block "
     "would fuse or recompute"
 )
 GRAPHS = "CUDA graphs are off: their private memory is not counted"
 PARTIAL = "parallelism.spmd_backend is partial_dtensor: torchtitan's spmd_types needs a newer torch than {torch}"
+NO_PIPELINE = (
+    "parallelism.pipeline_parallel_degree is {pp} but a stage asks its neighbours for the shapes of their outputs, and "
+    "there are none here: try 1, or rehearse the plan in our engine"
+)
 NO_DATA = "the tokenizer or the dataset could not be read here: batches of zeros take their place"
 
 
@@ -43,7 +49,7 @@ def _run_python(config: str, arguments: Sequence[str], note: Callable[[str], Non
     if found.parallelism.spmd_backend == "spmd_types" and torch.__version__ < "2.14":
         found.parallelism.spmd_backend = "partial_dtensor"
         note(PARTIAL.format(torch=torch.__version__))
-    _write_nothing(found)
+    _prepare(found)
     found.dump_folder = tempfile.gettempdir()
     _readable(type(found.tokenizer), "build", note)
     seq = found.training.seq_len
@@ -57,7 +63,7 @@ def _run_toml(config: str, arguments: Sequence[str], note: Callable[[str], None]
     if found.compile.enable:
         found.compile.enable = False
         note(COMPILED)
-    _write_nothing(found)
+    _prepare(found)
     found.job.dump_folder = tempfile.gettempdir()
     specs: Any = importlib.import_module("torchtitan.protocols.train_spec")
     get = specs.get_train_spec
@@ -79,7 +85,9 @@ def _wait_for_nobody() -> None:
     groups.set_pg_timeouts = lambda *_, **__: None
 
 
-def _write_nothing(config: Any) -> None:
+def _prepare(config: Any) -> None:
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise CannotRehearseError(NO_PIPELINE.format(pp=config.parallelism.pipeline_parallel_degree))
     _wait_for_nobody()
     config.checkpoint.enable = False
     (config.validator if hasattr(config, "validator") else config.validation).enable = False

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ultrascale.measure.rehearse_tracker import OperatorCounter
 from ultrascale.measure.rehearse_world import QuickFakeTensorMode
-from ultrascale.parallel.torch_private import fsdp_gathered_parameters, in_backward
+from ultrascale.parallel.torch_private import SHARDING_PROPAGATION, ShardingPropagator, fsdp_gathered_parameters, in_backward
 from ultrascale.train.memory import UNLABELLED
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -36,10 +36,26 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         self.step_s = 0.0
         self._names: dict[int, str] = {}
         self._hooked: set[int] = set()
+        for name in SHARDING_PROPAGATION:
+            setattr(ShardingPropagator, name, self._unwatched(getattr(ShardingPropagator, name)))
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave)
+
+    def _unwatched(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """DTensor runs operators on whole shapes, only to know the shape of their result."""
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            if self.fake is None:
+                return inner(*args, **kwargs)
+            watcher, self.fake.watcher = self.fake.watcher, None
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.fake.watcher = watcher
+
+        return outer
 
     def technique_of(self, group: dist.ProcessGroup) -> str:
         """The axis of a DeviceMesh, or what its creator calls the group."""
