@@ -151,7 +151,7 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.routed = 0
-        FakeTensor.tolist = lambda tensor: self._list(tensor)  # type: ignore[method-assign]
+        FakeTensor.tolist = lambda tensor: self._list(tensor)  # type: ignore[method-assign,assignment]
 
     def _list(self, tensor: FakeTensor) -> Any:
         if tensor.constant is not None:
