@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+import ultrascale
 from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
 from ultrascale.specs.errors import RunError
 
@@ -23,6 +24,7 @@ TIMEOUT_S = 600
 KEPT_BYTES = 16384
 """of a program's output: its end"""
 SHOWN_LINES = 6
+ROOT = str(Path(ultrascale.__file__).resolve().parent.parent)
 CHILD = (sys.executable, "-m", "ultrascale.measure.foreign.child")
 REQUEST, RESULT = "request.json", "result.json"
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
@@ -70,6 +72,8 @@ def _run(
 ) -> tuple[int | None, list[str]]:
     """The exit code, None after the timeout, and the last lines that it wrote."""
     environment = {**OFFLINE, **os.environ, **EAGER, **request.environment}
+    # The child is of this package, wherever it was imported from; what the user has put before stays before.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), ROOT)))
     with subprocess.Popen(
         [*CHILD, folder],
         stdin=subprocess.DEVNULL,
