@@ -170,6 +170,7 @@ def test_lanes_of_a_trace() -> None:
         optimizer=[(1900.0, 2000.0)],
         communication=[CommInterval(1800.0, 2600.0, "zero", "all_gather"), CommInterval(2500.0, 2700.0, "zero", "all_gather")],
         collectives=[],
+        transfers=[],
         actions=[],
     )
     figure = run_figures.lanes(intervals)

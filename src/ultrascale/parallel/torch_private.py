@@ -79,11 +79,6 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
-def in_backward() -> bool:
-    """Whether autograd's engine runs a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def foreach_on_cpu() -> None:
     """Optimizers use their multi-tensor kernels on a CPU and without memory too, as they do on a GPU by default."""
     from torch.optim import optimizer
