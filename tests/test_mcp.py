@@ -41,7 +41,7 @@ def test_an_agent_plans_explains_and_rehearses(tmp_path: Path, monkeypatch: pyte
             ("plan", {**PLAN, "fix": ["tp=2"], "output": "plan.yaml"}),
             ("explain", {"file": "plan.yaml"}),
             ("explain", {"file": "plan.yaml", "json": True}),
-            ("rehearse", {"file": "plan.yaml"}),
+            ("rehearse", {"words": ["plan.yaml"]}),
             ("explain", {"file": "absent.yaml"}),
             ("train", {}),
         ]
