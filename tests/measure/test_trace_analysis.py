@@ -56,7 +56,8 @@ def test_gradients_that_bunch_at_the_end(tmp_path: Path) -> None:
     """Three buckets of 100 µs, none hidden, in a step of 1.3 ms: with 12, and 25 µs each, all but the last could be."""
     finding = sentence(found(tmp_path, reduction(3, 100, 0), **facts(gradient_bytes=24_000_000)), "Gradient reduction")
     assert finding == (
-        "Gradient reduction bunches at the end: 3 buckets, 300.0 µs of 300.0 µs exposed, try 12 (train.bucket_mb=2)"
+        "Gradient reduction bunches at the end: 3 buckets in 300.0 µs on the rank that comes last, 300.0 µs exposed: "
+        "try 12 (train.bucket_mb=2)"
     )
 
 
@@ -64,7 +65,7 @@ def test_gradients_of_another_engine(tmp_path: Path) -> None:
     """No word of ours, but DDP's forward: its own setting is named."""
     events = [one for one in reduction(1, 200, 0) if not str(one["name"]).startswith(("data", "backward"))]
     finding = sentence(found(tmp_path, [span("DistributedDataParallel.forward", -195, -150), *events]), "Gradient reduction")
-    assert "1 bucket, 200.0 µs of 200.0 µs exposed, try 9 (bucket_cap_mb of torch's DDP)" in finding
+    assert "1 bucket in 200.0 µs on the rank that comes last, 200.0 µs exposed: try 9 (bucket_cap_mb of torch's DDP)" in finding
 
 
 def test_gradients_that_are_hidden_need_no_advice(tmp_path: Path) -> None:

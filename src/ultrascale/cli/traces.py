@@ -9,6 +9,7 @@ import typer
 
 from ultrascale.cli.common import NO, echo, progress, terminal, write_json
 from ultrascale.specs.errors import SpecError
+from ultrascale.specs.folders import TRACES
 
 if TYPE_CHECKING:
     from ultrascale.measure.trace_analysis import Analysis
@@ -64,7 +65,8 @@ def _job(traces: list[Path]) -> tuple[list[RankSummary], JobAnalysis]:
     with progress() as say:
         ranks = trace_job.read(traces, say)
         say("comparing ranks")
-        name = traces[0].name if len(traces) == 1 else f"{len(traces):,} files"
+        one = traces[0].parent if traces[0].name == TRACES else traces[0]  # a run's folder
+        name = one.name if len(traces) == 1 else f"{len(traces):,} files"
         return ranks, trace_job.analyse(ranks, name)
 
 

@@ -108,8 +108,8 @@ def _buckets(ranks: Sequence[RankTime]) -> Iterator[str]:
         total = run.get("gradient_bytes") or last.bytes
         how = f" (train.bucket_mb={max(0.1, total / better / 1e6):.2g})" if run and total else " (bucket_cap_mb of torch's DDP)"
         yield (
-            f"Gradient reduction bunches at the end: {what}, {seconds(open_s)} of {seconds(last.time_s)} exposed, "
-            f"try {better}{how}"
+            f"Gradient reduction bunches at the end: {what} in {seconds(last.time_s)} on the rank that comes last, "
+            f"{seconds(open_s)} exposed: try {better}{how}"
         )
 
 
