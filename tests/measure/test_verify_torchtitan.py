@@ -14,8 +14,9 @@ import torch
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.verify_dumps import DumpComparison
+from ultrascale.measure.verify_engine import check_plan, verify_engine
 from ultrascale.measure.verify_layouts import small_job
-from ultrascale.measure.verify_torchtitan import check_torchtitan, verify_torchtitan
+from ultrascale.measure.verify_torchtitan import RUNNER
 from ultrascale.show.verify import dumps_report
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
@@ -33,7 +34,7 @@ runs_torchtitan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is N
 
 def compared(fields: dict[str, Any], model: Model = LLAMA) -> DumpComparison:
     layout = Layout(**{"mbs": 2, **fields})
-    return verify_torchtitan(small_job(model, layout.gpus, 32, layout.dp * layout.mbs * layout.gas), layout)
+    return verify_engine(RUNNER, small_job(model, layout.gpus, 32, layout.dp * layout.mbs * layout.gas), layout)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -210,21 +211,34 @@ def test_the_command_verifies_a_plan(run: Run, tmp_path: Path) -> None:
     assert '"ok": true' in (tmp_path / "out.json").read_text()
 
 
+@pytest.mark.slow
+@runs_torchtitan
+def test_a_plan_of_full_size_is_reduced(run: Run, tmp_path: Path) -> None:
+    model, layout = Model.load("llama-3-8b"), Layout(tp=2, pp=2, gas=2)
+    job = small_job(model, 4, 8192, 2)
+    Plan(job=job, layout=layout, estimate=estimate(job, layout)).save(tmp_path / "plan.yaml")
+    code, out, err = run("verify", "--engine", "torchtitan", tmp_path / "plan.yaml")
+    assert code == 0, err
+    assert "note: 2 layers instead of 32" in err
+    assert "torchtitan, 4 ranks (pp2 tp2)" in out
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "says"),
     [
         ("gpt2", {}, r"model\.\S+ is .* but --engine torchtitan runs its Llama only"),
         ("qwen3-0.6b", {}, r"model\.qk_norm is True"),
         ("llama-3-8b", {"tp": 16}, r"layout\.tp is 16 but torchtitan needs it to divide kv_heads = 8"),
+        ("llama-3-8b", {"tp": 2, "cp": 2}, r"layout\.tp is 2 beside cp 2 .* try tp=1, or cp=1"),
     ],
 )
 def test_what_torchtitan_does_not_run_is_refused(model: str, layout: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
-        check_torchtitan(small_job(Model.load(model), 16), Layout(**layout))
+        check_plan(RUNNER, small_job(Model.load(model), 16), Layout(**layout))
 
 
 def test_an_unknown_engine_is_refused(run: Run, tmp_path: Path) -> None:
-    code, _, err = run("verify", "--engine", "megatron", tmp_path / "plan.yaml")
+    code, _, err = run("verify", "--engine", "nanotron", tmp_path / "plan.yaml")
     assert code == 2
-    assert "must be torchtitan" in err
+    assert "must be torchtitan or megatron" in err
     assert run("verify", "--engine", "torchtitan", "--world", "2")[0] == 2

@@ -184,7 +184,8 @@ def verify(
         Path | None, typer.Option("--program", help="One run from a file, such as --runs writes when one fails.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="[cyan]torchtitan[/]: its program on the plan's ranks, in place of ours.")
+        str | None,
+        typer.Option("--engine", help="[cyan]torchtitan[/], [cyan]megatron[/]: its program on the plan's ranks, not ours."),
     ] = None,
     dump: Annotated[
         Path | None, typer.Option("--dump", help="Tensors that any program saved with [cyan]measure.dump.Dump[/].")
@@ -205,7 +206,7 @@ def verify(
     [dim]ultrascale verify --world 8 --only pp,cp[/]
     [dim]ultrascale verify --runs 50 --seed 7[/]
     [dim]ultrascale verify --dump a --against b[/]
-    [dim]ultrascale verify --engine torchtitan plan.yaml[/]
+    [dim]ultrascale verify --engine megatron plan.yaml[/]
 
     A layout: losses of three steps and every gradient; where they differ, the first module. A run: every loss, gradient norm,
     evaluation and expert count, and at its end every weight and optimizer state. Dumps: every tensor of two programs.
@@ -282,25 +283,27 @@ def _verify_layouts(
 
 
 def _verify_engine(engine: str, words: list[str], precision: str, json_file: Path | None) -> bool:
-    from ultrascale.measure.verify_layouts import to_verify
+    from ultrascale.measure.verify_layouts import ENGINES, to_verify
     from ultrascale.show import verify as show
     from ultrascale.train import import_torch
 
-    if engine != "torchtitan":
+    if engine not in ENGINES:
         raise SpecError(
-            f"--engine is '{engine:.40}' but must be torchtitan: try `ultrascale verify --engine torchtitan plan.yaml`"
+            f"--engine is '{engine:.40}' but must be {' or '.join(ENGINES)}: "
+            f"try `ultrascale verify --engine {ENGINES[0]} plan.yaml`"
         )
-    job, (layout,), notes = to_verify(words, None, None, False, "", precision)
+    job, (layout,), notes = to_verify(words, None, None, False, "", precision, few_layers=True)
     import_torch()
-    from ultrascale.measure.verify_torchtitan import check_torchtitan, seq_of, verify_torchtitan
+    from ultrascale.measure.verify_engine import check_plan, runner_of, verify_engine
 
-    check_torchtitan(job, layout)
-    if (seq := seq_of(job, layout)) != job.seq:
+    runner = runner_of(engine)
+    check_plan(runner, job, layout)
+    if (seq := runner.seq(job, layout)) != job.seq:
         notes = (*notes, f"sequences of {seq} tokens, a multiple of cp times the 128 of FlexAttention's blocks")
     for note in notes:
         echo(f"note: {note}", err=True)
     with progress() as say:
-        found = verify_torchtitan(job, layout, say)
+        found = verify_engine(runner, job, layout, say)
     echo(f"{job.model.name}: {layout}")
     for line in show.dumps_report(found):
         echo(line)

@@ -1,0 +1,336 @@
+"""Verifies Megatron-Core: its GPTModel, parallel layers, schedules and DistributedDataParallel on gloo ranks.
+
+Everything is Megatron-Core 0.16's but for what needs a GPU: the current device and the device "cuda" are the CPU; its RNG
+tracker, which only dropout uses, does nothing; and the norm is torch's RMSNorm, whose weight is marked for sequence parallelism
+as Transformer Engine's is: the norm of its local spec refuses sequence parallelism. Fused kernels are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ultrascale.measure.dump import Dump
+from ultrascale.measure.dump_tensors import DumpStep
+from ultrascale.measure.verify_engine import STEP, Batch, Conversion, EngineRunner
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+
+_SCHEDULES = ("1f1b", "interleaved")
+_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}  # fixed in Megatron
+_QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+_PARAMETERS = {
+    "embedding.word_embeddings": "embed.tokens",
+    "decoder.final_layernorm": "head.norm",
+    "output_layer": "head.linear",
+    "input_layernorm": "attention_norm",
+    "self_attention.linear_proj": "attention.out",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc2": "mlp.down",
+}
+
+
+def _check(job: Job, layout: Layout) -> None:
+    def refuse(field: str, why: str, instead: str) -> None:
+        raise SpecError(f"layout.{field} is {getattr(layout, field)} but --engine megatron {why}: try {field}={instead}")
+
+    if layout.cp > 1:
+        refuse("cp", "has context parallelism in Transformer Engine only", "1")
+    if layout.zero > 1:
+        refuse("zero", "has DistributedDataParallel (zero=0) and the distributed optimizer (zero=1)", "1")
+    if layout.zero_shards is not None:
+        refuse("zero_shards", "shards over all data ranks", "null")
+    if layout.recompute != "none":
+        refuse("recompute", "records modules in forward only without recomputation", "none")
+    if layout.pp > 1 and layout.schedule not in _SCHEDULES:
+        refuse("schedule", f"runs {' and '.join(_SCHEDULES)}", "1f1b")
+    if job.model.layers % (layout.pp * layout.virtual_stages):
+        refuse("pp", f"needs stages of as many layers each, of {job.model.layers}", "1")
+    scaling = job.model.rope_scaling
+    for name, value in _SCALING.items() if scaling is not None else ():
+        if getattr(scaling, name) != value:
+            raise SpecError(
+                f"model.rope_scaling.{name} is {getattr(scaling, name)} but Megatron has {value:g} only: "
+                f"try {value:g}, or llama-3-8b"
+            )
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """The device "cuda" is the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if named.get("device") == "cuda":
+            named["device"] = "cpu"
+        return function(*args, **named)
+
+
+class _Norm(nn.RMSNorm):
+    """RMSNorm with the arguments of Megatron's norms."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _run(job: Job, layout: Layout, batch: Batch, folder: Path) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=_virtual(layout),
+    )
+    tensor_parallel.get_cuda_rng_tracker().fork = lambda *names: nullcontext()
+    with _CpuForCuda():
+        parts = _model(job, layout, batch.weights)
+        mesh = {
+            "pp": (parallel_state.get_pipeline_model_parallel_rank(), layout.pp),
+            "dp": (parallel_state.get_data_parallel_rank(), layout.dp),
+            "tp": (parallel_state.get_tensor_model_parallel_rank(), layout.tp),
+        }
+        mesh = {axis: place for axis, place in mesh.items() if place[1] > 1}
+        dump = Dump(
+            parts,
+            folder,
+            mesh=mesh,
+            activations=_present("microbatch:1 dp:1", mesh),
+            placements={name: _present(text, mesh) for name, text in _placements(layout).items()},
+            program="Megatron-Core 0.16",
+        )
+        microbatches = batch.microbatches(layout, parallel_state.get_data_parallel_rank())
+        mask = torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool).triu(1)
+
+        def forward(data: Any, model: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+            inputs, targets = next(data)
+            positions = torch.arange(job.seq).expand(len(inputs), -1)
+            return model(inputs, positions, mask, labels=targets), loss
+
+        def loss(tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            mean = tokens.mean()
+            dump.loss(mean / layout.gas)
+            return mean, {}
+
+        with dump.step(STEP):
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=[iter(microbatches) for _ in parts],
+                model=parts,
+                num_microbatches=layout.gas,
+                seq_length=job.seq,
+                micro_batch_size=layout.mbs,
+                forward_only=False,
+            )
+            if layout.zero:
+                _gather_gradients(parts)
+
+
+def _virtual(layout: Layout) -> int | None:
+    return layout.virtual_stages if layout.pp > 1 and layout.virtual_stages > 1 else None
+
+
+def _sequence_parallel(layout: Layout) -> bool:
+    return layout.tp > 1 and layout.sequence_parallel
+
+
+def _present(text: str, mesh: Mapping[str, Any]) -> str:
+    return " ".join(word for word in text.split() if word.split(":")[0] in ("microbatch", *mesh))
+
+
+def _placements(layout: Layout) -> dict[str, str]:
+    """How Megatron cuts parameters, and outputs that are not cut as most are; those are [sequence, batch, hidden]."""
+    columns = "microbatch:1 dp:1 tp:2"
+    names = {
+        "*word_embeddings.weight": "tp:0",
+        "*linear_qkv.weight": "tp:0",
+        "*linear_proj.weight": "tp:1",
+        "*linear_fc1.weight": "tp:0",
+        "*linear_fc2.weight": "tp:1",
+        "*output_layer.weight": "tp:0",
+        "*linear_qkv": columns,
+        "*core_attention": columns,
+        "*linear_fc1": columns,
+        "*output_layer": columns,
+        # Of attention's heads and scores, and the rotary angles: no partner in our engine.
+        "*q_layernorm": columns,
+        "*k_layernorm": columns,
+        "*core_attention.*": "microbatch:0 dp:0 tp:1",
+        "*rotary_pos_emb": "",
+    }
+    if not _sequence_parallel(layout):
+        return {**names, "*word_embeddings": "microbatch:0 dp:0"}  # transposed afterwards
+    # Not in `activations`: the loss of each tensor-parallel rank is that of all positions.
+    return {**names, "*.weight": "", "*": "microbatch:1 dp:1 tp:0"}
+
+
+def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]:
+    """The model's parts of this rank in DistributedDataParallel, with our weights."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = job.model
+    config = TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=_virtual(layout),
+        sequence_parallel=_sequence_parallel(layout),
+        pipeline_dtype=torch.float32,
+        batch_p2p_sync=False,
+        # As Megatron-LM does: a batch of sends and receives between the same two ranks would match in the wrong order.
+        overlap_p2p_comm=_virtual(layout) is not None,
+        batch_p2p_comm=_virtual(layout) is None,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+    stages = layout.pp * layout.virtual_stages
+    parts = []
+    for stage in range(layout.virtual_stages if layout.pp > 1 else 1):
+        virtual = stage if _virtual(layout) else None
+        part = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules([spec] * (model.layers // stages), layer_norm=_Norm),
+            vocab_size=model.vocab,
+            max_sequence_length=job.seq,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            rotary_base=int(model.rope_theta),
+            rope_scaling=model.rope_scaling is not None,
+            rope_scaling_factor=1.0 if model.rope_scaling is None else model.rope_scaling.factor,
+            vp_stage=virtual,
+        )
+        _number_layers(part.decoder.layers)
+        for name, parameter in part.named_parameters():
+            parameter.data.copy_(_shard(_joined(model, layout, name, weights), parameter))
+        sharded = DistributedDataParallelConfig(use_distributed_optimizer=layout.zero > 0)
+        parts.append(DistributedDataParallel(config, sharded, part))
+    return parts
+
+
+def _number_layers(layers: nn.ModuleList) -> None:
+    """Names layers by their number in the whole model, as other programs do; Megatron starts at 0 in each stage."""
+    found = list(layers)
+    for number in range(len(found)):
+        delattr(layers, str(number))
+    for layer in found:
+        layers.add_module(str(int(layer.layer_number) - 1), layer)
+
+
+def _joined(model: Model, layout: Layout, name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """The whole tensor of one of Megatron's parameters: queries, keys and values by group; gate and up of each rank."""
+    module = name.removesuffix(".weight")
+    if module in _PARAMETERS:
+        return weights[f"{_PARAMETERS[module]}.weight"]
+    _, _, layer, module = module.split(".", 3)
+    block = f"blocks.{layer}."
+    if module == _QKV:
+        parts = [weights[f"{block}attention.qkv.{one}.weight"] for one in "qkv"]
+        return torch.cat([part.unflatten(0, (model.kv_heads, -1)) for part in parts], 1).flatten(0, 1)
+    if module == _FC1:
+        parts = [weights[f"{block}mlp.inputs.{one}.weight"] for one in ("gate", "up")]
+        return torch.cat([part.unflatten(0, (layout.tp, -1)) for part in parts], 1).flatten(0, 1)
+    return weights[f"{block}{_PARAMETERS[module]}.weight"]
+
+
+def _shard(whole: Tensor, parameter: Any) -> Tensor:
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return whole.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def _gather_gradients(parts: list[Any]) -> None:
+    """The distributed optimizer's ranks have reduced gradients in their own shard of each bucket only."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+    for part in parts:
+        for buffer in part.buffers:
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def _conversions(step: DumpStep, job: Job, layout: Layout) -> dict[str, Conversion]:
+    """Outputs as [batch, sequence, hidden]; queries, keys and values apart; gate and up apart."""
+    found: dict[str, Conversion] = {}
+    for key in step.keys:
+        section, _, name = key.partition("/")
+        parameter = section in ("weight", "gradient")
+        module = name.removesuffix(".weight") if parameter else name
+        if module.endswith((_QKV, _FC1)):
+            dim, layer = 0 if parameter else 2, module.split(".")[2]
+            attention = module.endswith(_QKV)
+            prefix = f"{section}/blocks.{layer}.{'attention.qkv' if attention else 'mlp.inputs'}"
+            for number, one in enumerate("qkv" if attention else ("gate", "up")):
+                # Our recording has the outputs of one module by number.
+                suffix = f".{one}.weight" if parameter else f".{number}"
+                convert = partial(_group_of, job.model, number, dim) if attention else partial(_half_of, layout.tp, number, dim)
+                found[prefix + suffix] = Conversion(key, convert, transposed=not parameter)
+        elif section in ("forward", "backward") and (_sequence_parallel(layout) or module != "embedding.word_embeddings"):
+            found[key] = Conversion(key, transposed=True)
+    return found
+
+
+def _group_of(model: Model, number: int, dim: int, fused: Tensor) -> Tensor:
+    """Queries, keys or values; each group of heads has its queries, one key and one value."""
+    heads = model.heads // model.kv_heads
+    groups = fused.unflatten(dim, (model.kv_heads, heads + 2, model.head_dim))
+    start, stop = ((0, heads), (heads, heads + 1), (heads + 1, heads + 2))[number]
+    return groups.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
+
+
+def _half_of(ranks: int, number: int, dim: int, fused: Tensor) -> Tensor:
+    """Gate or up; each rank has half of its own rows for each."""
+    return fused.unflatten(dim, (ranks, 2, -1)).select(dim + 1, number).flatten(dim, dim + 1)
+
+
+RUNNER = EngineRunner(
+    name="megatron",
+    requirement="megatron-core>=0.16,<0.17",
+    imports=("megatron.core.models.gpt.gpt_model", "megatron.core.distributed", "megatron.core.pipeline_parallel"),
+    check=_check,
+    run=_run,
+    conversions=_conversions,
+    names={"embedding": "embed"},
+)
