@@ -247,11 +247,11 @@ def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]
 
 def _number_layers(layers: nn.ModuleList) -> None:
     """Names layers by their number in the whole model, as other programs do; Megatron starts at 0 in each stage."""
-    found = list(layers)
+    found: list[Any] = list(layers)
     for number in range(len(found)):
         delattr(layers, str(number))
     for layer in found:
-        layers.add_module(str(int(layer.layer_number) - 1), layer)
+        layers.add_module(str(layer.layer_number - 1), layer)
 
 
 def _joined(model: Model, layout: Layout, name: str, weights: Mapping[str, Tensor]) -> Tensor:
@@ -263,10 +263,10 @@ def _joined(model: Model, layout: Layout, name: str, weights: Mapping[str, Tenso
     block = f"blocks.{layer}."
     if module == _QKV:
         parts = [weights[f"{block}attention.qkv.{one}.weight"] for one in "qkv"]
-        return torch.cat([part.unflatten(0, (model.kv_heads, -1)) for part in parts], 1).flatten(0, 1)
+        return torch.cat([torch.unflatten(part, 0, (model.kv_heads, -1)) for part in parts], 1).flatten(0, 1)
     if module == _FC1:
         parts = [weights[f"{block}mlp.inputs.{one}.weight"] for one in ("gate", "up")]
-        return torch.cat([part.unflatten(0, (layout.tp, -1)) for part in parts], 1).flatten(0, 1)
+        return torch.cat([torch.unflatten(part, 0, (layout.tp, -1)) for part in parts], 1).flatten(0, 1)
     return weights[f"{block}{_PARAMETERS[module]}.weight"]
 
 
@@ -276,7 +276,8 @@ def _shard(whole: Tensor, parameter: Any) -> Tensor:
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return whole.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
+    own: Tensor = whole.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
+    return own
 
 
 def _gather_gradients(parts: list[Any]) -> None:
@@ -315,14 +316,14 @@ def _conversions(step: DumpStep, job: Job, layout: Layout) -> dict[str, Conversi
 def _group_of(model: Model, number: int, dim: int, fused: Tensor) -> Tensor:
     """Queries, keys or values; each group of heads has its queries, one key and one value."""
     heads = model.heads // model.kv_heads
-    groups = fused.unflatten(dim, (model.kv_heads, heads + 2, model.head_dim))
+    groups = torch.unflatten(fused, dim, (model.kv_heads, heads + 2, model.head_dim))
     start, stop = ((0, heads), (heads, heads + 1), (heads + 1, heads + 2))[number]
     return groups.narrow(dim + 1, start, stop - start).flatten(dim, dim + 2)
 
 
 def _half_of(ranks: int, number: int, dim: int, fused: Tensor) -> Tensor:
     """Gate or up; each rank has half of its own rows for each."""
-    return fused.unflatten(dim, (ranks, 2, -1)).select(dim + 1, number).flatten(dim, dim + 1)
+    return torch.unflatten(fused, dim, (ranks, 2, -1)).select(dim + 1, number).flatten(dim, dim + 1)
 
 
 RUNNER = EngineRunner(
