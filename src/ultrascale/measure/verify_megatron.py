@@ -85,7 +85,7 @@ class _Norm(nn.RMSNorm):
 
 
 def _run(job: Job, layout: Layout, batch: Batch, folder: Path) -> None:
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import __version__, parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
@@ -109,7 +109,7 @@ def _run(job: Job, layout: Layout, batch: Batch, folder: Path) -> None:
             mesh=mesh,
             activations=_present("microbatch:1 dp:1", mesh),
             placements={name: _present(text, mesh) for name, text in _placements(layout).items()},
-            program="Megatron-Core 0.16",
+            program=f"Megatron-Core {__version__}",
         )
         microbatches = batch.microbatches(layout, parallel_state.get_data_parallel_rank())
         mask = torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool).triu(1)

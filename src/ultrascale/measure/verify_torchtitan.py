@@ -45,10 +45,10 @@ _MODULES = {
 
 
 def _check(job: Job, layout: Layout) -> None:
-    """Over two axes DTensor searches the cheapest redistribution for each operator: 100 s did not suffice for the first one."""
+    """Over two axes DTensor searches the cheapest redistribution for each operator: 150 s did not suffice for a step."""
     if layout.cp > 1 and layout.tp > 1:
         raise SpecError(
-            f"layout.tp is {layout.tp} beside cp {layout.cp} but DTensor takes minutes to place one operator over both: "
+            f"layout.tp is {layout.tp} beside cp {layout.cp} but DTensor takes minutes to place operators over both: "
             f"try tp=1, or cp=1"
         )
 
