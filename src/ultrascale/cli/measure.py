@@ -122,7 +122,7 @@ def rehearse(
         str | None, typer.Option("--script", help="Rehearse a PyTorch program instead of our engine.", metavar="TRAIN.PY")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Rehearse another engine's own trainer: [cyan]torchtitan[/].")
+        str | None, typer.Option("--engine", help="Rehearse another engine: [cyan]torchtitan, accelerate, deepspeed[/].")
     ] = None,
     config: Annotated[
         str | None,
@@ -200,7 +200,9 @@ def _rehearse_foreign(
             if world not in (None, plan.layout.gpus):
                 raise SpecError(f"--world is {world} but the plan has {plan.layout.gpus} GPUs: leave it out")
             folder = stack.enter_context(TemporaryDirectory(prefix="ultrascale-"))
-            config, world = _exported(plan, request.engine_named(engine), Path(folder)), plan.layout.gpus
+            named = request.engine_named(engine)
+            config, world = _exported(plan, named, Path(folder)), plan.layout.gpus
+            words = [*(request.arguments_of(plan) if named.library else ()), *words]
             options["gpus_per_node"] = plan.job.cluster.gpus_per_node
         elif script is not None and config is not None:
             raise SpecError("--config goes with --engine; a script gets its arguments after --")
@@ -210,7 +212,7 @@ def _rehearse_foreign(
         asked = request.ForeignRequest(program, world, arguments=tuple(words), **options)  # type: ignore[arg-type]
         with progress() as say:
             found = run.rehearse_foreign(asked, run.TIMEOUT_S if timeout is None else timeout, say)
-    report = compare.ForeignReport(asked, found, None if plan is None else compare.compared(plan, found))
+    report = compare.ForeignReport(asked, found, None if plan is None else compare.compared(plan, named, found))
     show.show(terminal(), report)
     write_json(json_file, show.as_json(report))
 
@@ -219,7 +221,8 @@ def _exported(plan: Plan, engine: ForeignEngine, folder: Path) -> str:
     """The plan in the engine's own configuration, of the version that is installed."""
     from ultrascale.export import targets, write
 
-    style = "toml" if engine.installed().startswith("0.2.") else "current"
+    old = engine.installed().startswith("0.2.")
+    style = None if engine.library else "toml" if old else "current"
     exported = targets.engine_files(plan, engine.name, style, str(folder))
     refused = next((check for check in exported.checks if not check.same), None)
     if refused is not None:

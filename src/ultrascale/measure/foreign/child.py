@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ultrascale.measure.foreign.gpu import ValuesOfZero, answer_for_gpu, without_gpu
 from ultrascale.measure.foreign.peers import without_peers
-from ultrascale.measure.foreign.request import CannotRehearseError, ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.request import ENGINES, CannotRehearseError, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.run import REQUEST, RESULT
 from ultrascale.measure.foreign.watcher import Watcher
 
@@ -80,7 +80,7 @@ def _run_script(request: ForeignRequest, notes: dict[str, None]) -> None:
 
 
 def _result(request: ForeignRequest, watcher: Watcher, notes: tuple[str, ...]) -> ForeignRehearsal:
-    engine = None if request.engine is None else f"{request.engine} {metadata.version(request.engine)}"
+    engine = None if request.engine is None else f"{request.engine} {metadata.version(ENGINES[request.engine].package)}"
     return ForeignRehearsal(
         rank=request.rank,
         world=request.world,

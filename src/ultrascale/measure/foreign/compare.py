@@ -9,16 +9,13 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.flops import matmul_flops
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
-from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.request import ForeignEngine, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.rehearse import RehearsedTerm, predicted_flops, without_imbalance
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
-
-EAGER = "torchtitan-eager"
-"""the preset of torchtitan without torch.compile, which is what is rehearsed"""
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,17 @@ class PlanBeside:
     planned_for: str
 
 
-def compared(plan: Plan, found: ForeignRehearsal) -> PlanBeside:
+def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> PlanBeside:
     """Memory at the peak by owner, FLOPs and bytes sent."""
     from ultrascale.parallel.mesh import RankCoordinates
 
-    job, layout = without_imbalance(plan.job).changed(framework=Framework.load(EAGER)), plan.layout
+    job, layout = without_imbalance(plan.job).changed(framework=Framework.load(engine.framework)), plan.layout
     place = RankCoordinates.of(layout, found.rank)
     stage = estimate(job, layout).memory[place.pp]
     law = stage.memory
     # Under FSDP2 the weights of a program are its shards, the law's masters; gathered copies are buffers.
-    weights, gathered = (law.master, law.parameters) if layout.zero else (law.master + law.parameters, 0.0)
+    fsdp = engine.fsdp2 and layout.zero
+    weights, gathered = (law.master, law.parameters) if fsdp else (law.master + law.parameters, 0.0)
     predicted = {
         "parameters": weights,
         "gradients": law.gradients,
@@ -63,7 +61,7 @@ def compared(plan: Plan, found: ForeignRehearsal) -> PlanBeside:
     sent = sum(one.bytes for one in of_stage(job, layout, ClusterRates(job), place.pp))
     terms.append(RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"))
     planned = plan.estimate.memory[place.pp].memory.total
-    return PlanBeside(terms, EAGER, planned / GIB, plan.job.framework.name)
+    return PlanBeside(terms, engine.framework, planned / GIB, plan.job.framework.name)
 
 
 def _recomputed_flops(job: Job, layout: Layout) -> float:

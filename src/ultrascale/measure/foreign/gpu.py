@@ -48,6 +48,8 @@ def on_cpu(device: Any) -> Any:
     """The CPU for the GPU; any other value as it is."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
+    if isinstance(device, int):  # a GPU's number
+        return CPU
     return "cpu" if isinstance(device, str) and device.partition(":")[0] == "cuda" else device
 
 
@@ -152,6 +154,7 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self.routed = 0
         FakeTensor.tolist = lambda tensor: self._list(tensor)  # type: ignore[method-assign,assignment]
+        FakeTensor.data_ptr = _address  # type: ignore[method-assign]
 
     def _list(self, tensor: FakeTensor) -> Any:
         if tensor.constant is not None:
@@ -179,6 +182,11 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
         except (DataDependentOutputException, DynamicOutputShapeException):
             with self:  # else these would be tensors with memory
                 return _of_zeros(func._overloadpacket, args, kwargs)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of no memory, but another for each storage: engines recognise parameters by it."""
+    return (int(tensor.untyped_storage()._cdata) << 40) + tensor.storage_offset() * tensor.itemsize
 
 
 def _of_zeros(packet: Any, args: Any, kwargs: Any) -> Any:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultrascale.measure.rehearse import Collective
 from ultrascale.specs.errors import SpecError, nearest
+
+if TYPE_CHECKING:
+    from ultrascale.specs.plan import Plan
 
 GPUS_PER_NODE = 8
 FIRST_STEPS = 2
@@ -17,23 +20,46 @@ FIRST_STEPS = 2
 
 @dataclass(frozen=True)
 class ForeignEngine:
-    """An engine whose own trainer can be rehearsed; foreign/<name>.py runs it."""
+    """An engine whose own code can be rehearsed; foreign/<name>.py runs it."""
 
     name: str
     tested: tuple[str, ...]
-    """versions whose rehearsals were compared with measured runs or with real ones on gloo"""
+    """versions that were rehearsed in tests"""
+    framework: str
+    """preset of the estimate that is shown beside it: without torch.compile"""
+    package: str
+    fsdp2: bool = False
+    """its weights are shards in fp32 under ZeRO; others hold weights to compute with and masters"""
+    library: bool = True
+    """its configuration has no model and no batch: they are a program's, here foreign/program.py"""
 
     def installed(self) -> str:
         """Its version; SpecError if there is none."""
         try:
-            return metadata.version(self.name)
+            return metadata.version(self.package)
         except metadata.PackageNotFoundError:
             raise SpecError(
-                f"--engine is {self.name}, which is not installed: try pip install '{self.name}=={self.tested[-1]}'"
+                f"--engine is {self.name}, which is not installed: try pip install '{self.package}=={self.tested[-1]}'"
             ) from None
 
 
-ENGINES = {one.name: one for one in (ForeignEngine("torchtitan", ("0.2.2", "0.3.0")),)}
+ENGINES = {
+    one.name: one
+    for one in (
+        ForeignEngine("torchtitan", ("0.2.2", "0.3.0"), "torchtitan-eager", "torchtitan", fsdp2=True, library=False),
+        ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True),
+        ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
+    )
+}
+
+
+def arguments_of(plan: Plan) -> tuple[str, ...]:
+    """What the program of a library needs to know beside the exported configuration."""
+    job, layout = plan.job, plan.layout
+    if job.optimizer != "adamw":
+        raise SpecError(f"job.optimizer is {job.optimizer}, which is rehearsed in our engine alone: try adamw")
+    given = {"seq": job.seq, "mbs": layout.mbs, "gas": layout.gas, "gradients": job.gradients, "recompute": layout.recompute}
+    return tuple(f"--{name}={value}" for name, value in given.items())
 
 
 def engine_named(name: str) -> ForeignEngine:
@@ -95,7 +121,10 @@ class ForeignRequest:
 
 
 def _check_configuration(engine: ForeignEngine, version: str, config: str) -> None:
-    """torchtitan 0.2 reads TOML, 0.3 runs a Python function."""
+    """Libraries read files. torchtitan 0.2 reads TOML, 0.3 runs a Python function."""
+    if engine.library:
+        _readable("--config", config, "")
+        return
     file = config.partition(":")[0]
     toml, old = file.endswith(".toml"), version.startswith("0.2.")
     if old and not toml:

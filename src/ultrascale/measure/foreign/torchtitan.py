@@ -20,8 +20,8 @@ COMPILED = (
 GRAPHS = "CUDA graphs are off: their private memory is not counted"
 PARTIAL = "parallelism.spmd_backend is partial_dtensor: torchtitan's spmd_types needs a newer torch than {torch}"
 NO_PIPELINE = (
-    "parallelism.pipeline_parallel_degree is {pp} but a stage asks its neighbours for the shapes of their outputs, and "
-    "there are none here: try 1, or rehearse the plan in our engine"
+    "parallelism.pipeline_parallel_degree is {pp} but torchtitan builds stages without shapes, which torch receives from the "
+    "stages before and after, and there are none here: try 1, or rehearse the plan in our engine"
 )
 NO_DATA = "the tokenizer or the dataset could not be read here: batches of zeros take their place"
 

@@ -23,6 +23,8 @@ from ultrascale.parallel.torch_private import SHARDING_PROPAGATION, ShardingProp
 from ultrascale.train.memory import UNLABELLED
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+AFTER_BACKWARD = "after backward"
+"""until the next module runs or the optimizer steps: norms, and gradients that are reduced late"""
 
 
 class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
@@ -31,7 +33,7 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         super().__init__(fake)
         self.steps, self.done, self.completed = steps, done, 0
         self.optimizers: dict[int, Optimizer] = {}
-        self.phase = ""
+        self.phase, self._after_backward = "", False
         self.started = time.perf_counter()
         self.step_s = 0.0
         self._names: dict[int, str] = {}
@@ -63,12 +65,17 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         return {"default_pg": "world", "undefined": "group"}.get(name, name.removeprefix("mesh_"))
 
     def where(self, place: int | None) -> str:
-        return self.phase or ("backward" if in_backward() else "forward")
+        if self.phase:
+            return self.phase
+        if in_backward():
+            self._after_backward = True
+            return "backward"
+        return AFTER_BACKWARD if self._after_backward else "forward"
 
     @property
     def moment(self) -> str:
         at = self.peak_position
-        return f"{at.phase}, {at.layer}" if at.layer and at.phase != "optimizer" else at.phase
+        return f"{at.phase}, {at.layer}" if at.layer and at.phase not in ("optimizer", AFTER_BACKWARD) else at.phase
 
     @property
     def position(self) -> Any:
@@ -79,7 +86,7 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         self.optimizers.setdefault(id(optimizer), optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self.phase = ""
+        self.phase, self._after_backward = "", False
         if id(optimizer) != next(iter(self.optimizers)):
             return
         self.completed += 1
@@ -98,6 +105,8 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
                 self.track_storage(tracked(), "buffers")  # type: ignore[arg-type]
         parameters = {id(one): one for module in modules for one in module.parameters(recurse=False)}
         parameters |= {id(one): one for one in self._parameters()}
+        shards = [getattr(one, "ds_tensor", None) for one in parameters.values()]  # DeepSpeed's, of ZeRO-3
+        parameters |= {id(one): one for one in shards if one is not None}
         for root in modules:
             if isinstance(root, FSDPModule):
                 for gathered in _gathered(cast(nn.Module, root)):
@@ -147,6 +156,8 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
                     self._names.setdefault(id(module), name)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
+        if not in_backward():  # where it recomputes
+            self._after_backward = False
         name = self._names.get(id(module))
         if name is not None:
             self.layer = name

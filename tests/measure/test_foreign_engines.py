@@ -1,0 +1,160 @@
+"""Other engines, rehearsed on a tiny Llama: states and collectives are worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import make_job
+from conftest import Run
+from measure.test_foreign import rehearsed
+from ultrascale.cost.estimate import estimate
+from ultrascale.export import targets, write
+from ultrascale.measure.foreign.request import ENGINES, ForeignRehearsal, ForeignRequest, arguments_of
+from ultrascale.specs.errors import SpecError
+from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
+from ultrascale.specs.plan import Plan
+
+TINY = Model(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=128)
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64  # q and o, k and v, the MLP, two norms
+EMBEDDING, NORM = 128 * 64, 64
+ALL = 2 * LAYER + 2 * EMBEDDING + NORM
+TENSORS = 2 * 9 + 3
+SEQ = 32
+
+
+def planned(framework: str, model: Model = TINY, **layout: Any) -> Plan:
+    chosen = Layout(**layout)
+    job = make_job(model, "8xh100", SEQ, chosen, framework)
+    return Plan(job=job, layout=chosen, estimate=estimate(job, chosen))
+
+
+def rehearsed_plan(folder: Path, engine: str, **layout: Any) -> ForeignRehearsal:
+    plan = planned(ENGINES[engine].framework, **layout)
+    exported = targets.engine_files(plan, engine, None, str(folder))
+    write.into(folder, exported.files, force=True)
+    config = str(folder / exported.checks[0].engine.config)
+    return rehearsed(folder, ForeignRequest(config, plan.layout.gpus, engine=engine, arguments=arguments_of(plan)))
+
+
+def calls(found: ForeignRehearsal) -> dict[tuple[str, str], tuple[int, int]]:
+    """Without the norm's few bytes."""
+    return {(one.kind, one.where): (one.calls, one.bytes) for one in found.collectives if one.bytes > 1000}
+
+
+@pytest.mark.slow
+def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    found = rehearsed_plan(tmp_path, "accelerate", dp=8, zero=3, mbs=2, gas=2)
+    shard = ALL * 4 // 8
+    assert (found.memory["parameters"], found.most["gradients"]) == (shard, shard)
+    assert found.memory["optimizer"] == 2 * shard + TENSORS * 4
+    sent = 7 * 2 * 2 * ALL // 8  # in bf16, of two micro-batches
+    tail = 7 * 2 * 2 * (EMBEDDING + NORM) // 8  # the last norm and the head stay gathered
+    assert calls(found) == {  # groups: the embedding, each layer, the tail; gradients in fp32 after the last micro-batch
+        ("all_gather", "forward"): (2 * 4, sent),
+        ("all_gather", "backward"): (2 * 3, sent - tail),
+        ("reduce_scatter", "backward"): (4, 7 * 4 * ALL // 8),
+    }
+    tokens = 2 * 2 * SEQ
+    matmuls = 3 * 2 * tokens * (ALL - EMBEDDING - 5 * NORM)
+    attention = 3 * 2 * (2 * 2 * 4 * 2 * 2 * SEQ * SEQ * 16) // 2
+    assert found.flops == {"mm": matmuls, "attention": attention}
+
+
+BUCKET = 2 * 500_000_000
+"""bytes of the buffer in which DeepSpeed reduces gradients in bf16, by default"""
+
+
+@pytest.mark.slow
+def test_deepspeed_without_sharded_gradients(tmp_path: Path) -> None:
+    """ZeRO-1 in bf16 keeps gradients in fp32 beside those of backward, and reduces them in bf16."""
+    pytest.importorskip("deepspeed")
+    found = rehearsed_plan(tmp_path, "deepspeed", dp=8, zero=1)
+    assert found.memory["parameters"] == 2 * ALL + 4 * ALL // 8
+    assert found.memory["optimizer"] == 2 * 4 * ALL // 8 + 4
+    assert found.most["gradients"] == (2 + 4) * ALL
+    assert calls(found) == {
+        ("all_reduce", "after backward"): (1, 2 * 7 * 2 * ALL // 8),
+        ("all_gather", "forward"): (1, 7 * 2 * ALL // 8),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_with_sharded_gradients(stage: int, tmp_path: Path) -> None:
+    """In the second of two micro-batches. All tensors are smaller than those that ZeRO-3 does not keep gathered."""
+    pytest.importorskip("deepspeed")
+    found = rehearsed_plan(tmp_path, "deepspeed", dp=8, zero=stage, gas=2)
+    assert found.memory["parameters"] == (2 * ALL if stage == 2 else 2 * ALL // 8) + 4 * ALL // 8
+    assert found.memory["optimizer"] == 2 * 4 * ALL // 8 + 4
+    assert found.most["gradients"] == BUCKET
+    reduced = {("reduce_scatter", "after backward"): (2, 2 * 7 * 2 * ALL // 8)}
+    if stage == 2:  # whole buckets; in the same group a byte for overflows and the norm
+        reduced = {("all_reduce", "after backward"): (2 + 2, round(2 * 7 / 8 * (2 * 2 * ALL + 1 + 4)))}
+    assert calls(found) == {
+        **reduced,
+        ("all_gather", "forward"): (1 if stage == 2 else TENSORS, 7 * 2 * ALL // 8),
+    }
+    assert found.flops["mm"] == 2 * 3 * 2 * SEQ * (ALL - EMBEDDING - 5 * NORM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "layout", "says"),
+    [
+        ("accelerate", {"dp": 4, "tp": 2, "zero": 3, "sequence_parallel": False}, "parallelism_config_tp_size is 2"),
+        ("accelerate", {"dp": 8, "zero": 3, "offload": "parameters"}, "fsdp_offload_params is true"),
+        ("deepspeed", {"dp": 8, "zero": 2, "offload": "optimizer"}, "zero_optimization.offload_optimizer moves"),
+        ("deepspeed", {"dp": 4, "tp": 2, "zero": 1, "sequence_parallel": False}, "tensor_parallel.autotp_size is 2"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_one_sentence(engine: str, layout: dict[str, Any], says: str, tmp_path: Path) -> None:
+    pytest.importorskip(engine)
+    with pytest.raises(KeyError):
+        rehearsed_plan(tmp_path, engine, **layout)
+    refused = json.loads((tmp_path / "result.json").read_text())["refused"]
+    assert refused.startswith(says)
+    assert refused.endswith(("try 1", "try none", "try false"))
+
+
+def test_other_optimizers_are_refused() -> None:
+    plan = planned("accelerate", dp=8, zero=3)
+    changed = Plan(job=plan.job.changed(optimizer="muon"), layout=plan.layout, estimate=plan.estimate)
+    with pytest.raises(SpecError, match=r"job.optimizer is muon.* try adamw"):
+        arguments_of(changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_the_command_shows_a_plan_beside_its_estimate(engine: str, run: Run, tmp_path: Path) -> None:
+    pytest.importorskip(engine)
+    model = Model.load("llama-3.2-1b") if engine == "torchtitan" else TINY  # it has flavors
+    plan = planned(ENGINES[engine].framework, model, dp=8, zero=3)
+    file = plan.save(tmp_path / "plan.yaml")
+    code, out, err = run("rehearse", file, "--engine", engine, "--json", tmp_path / "found.json")
+    assert (code, err) == (0, ""), err
+    for row in ("weights", "gradients", "optimizer states", "activations", "buffers and the rest", "FLOPs", "sent"):
+        assert f"\n{row}" in out.partition("beside the estimate")[2]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"memory", "most", "flops", "collectives", "notes", "engine", "estimate"} <= set(found)
+    terms = {one["label"]: one for one in found["estimate"]["terms"]}
+    assert terms["parameters"]["predicted"] == terms["parameters"]["rehearsed"]
+    assert 0 <= terms["optimizer"]["rehearsed"] - terms["optimizer"]["predicted"] <= 4 * 9 * 17  # counts of steps
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_configuration(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    words = ("rehearse", "--engine", "torchtitan", "--config", "llama3:llama3_debugmodel", "--world", 8)
+    code, out, err = run(*words, "--json", tmp_path / "found.json")
+    assert (code, err) == (0, ""), err
+    assert "rank 0 of 8: torchtitan" in out
+    assert "beside the estimate" not in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["estimate"], found["program"]) == (None, "llama3:llama3_debugmodel")
