@@ -42,6 +42,7 @@ def rehearsed(folder: Path, request: ForeignRequest) -> ForeignRehearsal:
 
     def target() -> None:
         os.environ.update(request.environment | run.EAGER)
+        torch._dynamo.config.disable = True  # which the variable says only before the import
         child.main(folder)
 
     in_processes(target)

@@ -200,3 +200,9 @@ def test_what_rehearsals_of_other_programs_need(monkeypatch: pytest.MonkeyPatch)
     dist.init_process_group("fake", store=private.fake_store(), rank=0, world_size=2)
     assert private.resolve_group(dist.group.WORLD.group_name) is dist.group.WORLD
     dist.destroy_process_group()
+
+
+def test_collectives_are_coalesced_by_one_function() -> None:
+    """A rehearsal replaces it, wherever it was imported."""
+    assert torch.distributed._coalescing_manager is private.coalescing_manager
+    assert torch.distributed.batch_isend_irecv.__globals__["_coalescing_manager"] is private.coalescing_manager

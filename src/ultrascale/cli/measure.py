@@ -122,7 +122,8 @@ def rehearse(
         str | None, typer.Option("--script", help="Rehearse a PyTorch program instead of our engine.", metavar="TRAIN.PY")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Rehearse another engine: [cyan]torchtitan, accelerate, deepspeed[/].")
+        str | None,
+        typer.Option("--engine", help="Rehearse another engine: [cyan]torchtitan, accelerate, deepspeed, megatron[/]."),
     ] = None,
     config: Annotated[
         str | None,

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -47,6 +48,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "TorchDispatchMode",  # sees every operator: live memory, selective recomputation, rehearsals
+    "coalescing_manager",  # several collectives in one call, which rehearsals of other programs take apart
     "in_kernel_invocation_manager",
     "unset_fake_temporarily",
 ]

@@ -24,7 +24,7 @@ def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> N
     deepspeed: Any = importlib.import_module("deepspeed")
     _without_peers()
     deepspeed.init_distributed("gloo")
-    model = hugging_face_model(config, torch.float32)
+    model: Any = hugging_face_model(config, torch.float32)
     if given.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters())  # DeepSpeed's own is a CUDA kernel with the same states

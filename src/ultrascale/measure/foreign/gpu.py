@@ -154,7 +154,7 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self.routed = 0
         FakeTensor.tolist = lambda tensor: self._list(tensor)  # type: ignore[method-assign,assignment]
-        FakeTensor.data_ptr = _address  # type: ignore[method-assign]
+        FakeTensor.data_ptr = _address  # type: ignore[method-assign,assignment]
 
     def _list(self, tensor: FakeTensor) -> Any:
         if tensor.constant is not None:
@@ -186,7 +186,7 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
 
 def _address(tensor: Tensor) -> int:
     """Of no memory, but another for each storage: engines recognise parameters by it."""
-    return (int(tensor.untyped_storage()._cdata) << 40) + tensor.storage_offset() * tensor.itemsize
+    return (id(tensor.untyped_storage()) << 40) + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _of_zeros(packet: Any, args: Any, kwargs: Any) -> Any:
@@ -368,6 +368,8 @@ def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         tensor = fn(parameter)
         found = parameter if tensor is parameter else nn.Parameter(tensor, parameter.requires_grad)
         if found is not parameter:
+            for name, value in vars(parameter).items():  # what an engine has written on it
+                vars(found).setdefault(name, value)
             parameter._converted = found
     return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import parallel
 
 from ultrascale.measure.foreign.ddp import BucketedDataParallel
 from ultrascale.measure.foreign.gpu import on_cpu, replace_everywhere
-from ultrascale.parallel.torch_private import fake_store, unset_fake_temporarily
+from ultrascale.parallel.torch_private import coalescing_manager, fake_store, unset_fake_temporarily
 
 
 def without_peers(rank: int, world: int) -> None:
@@ -35,6 +36,7 @@ def without_peers(rank: int, world: int) -> None:
             (init, init_process_group),
             (new_group, new_fake_group),
             (meshes, _outside(meshes)),
+            (coalescing_manager, one_by_one),
             (parallel.DistributedDataParallel, BucketedDataParallel),
             *((getattr(dist, one.__name__), one) for one in own),
         ]
@@ -77,6 +79,20 @@ def _meshes_with_values() -> None:
 
 _PLAIN = {"__init__", "__enter__", "__exit__", "__hash__", "__eq__", "size", "get_group", "get_rank"}
 """methods of a DeviceMesh that compute with no tensor, or (the first) are replaced already"""
+
+
+class _Done:
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def one_by_one(*_: Any, **__: Any) -> Iterator[_Done]:
+    """In the place of a coalescing manager: torch has no collectives of several tensors without memory."""
+    yield _Done()
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:

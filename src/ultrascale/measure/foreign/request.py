@@ -49,6 +49,7 @@ ENGINES = {
         ForeignEngine("torchtitan", ("0.2.2", "0.3.0"), "torchtitan-eager", "torchtitan", fsdp2=True, library=False),
         ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True),
         ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
+        ForeignEngine("megatron", ("0.16.1",), "megatron-core", "megatron-core"),
     )
 }
 

@@ -23,6 +23,15 @@ from ultrascale.parallel.torch_private import SHARDING_PROPAGATION, ShardingProp
 from ultrascale.train.memory import UNLABELLED
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+GROUPS = {
+    "default_pg": "world",
+    "undefined": "group",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "DATA_PARALLEL_GROUP_WITH_CP": "dp",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer",
+}
+"""what torch and megatron-core call groups"""
 AFTER_BACKWARD = "after backward"
 """until the next module runs or the optimizer steps: norms, and gradients that are reduced late"""
 
@@ -62,7 +71,7 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
     def technique_of(self, group: dist.ProcessGroup) -> str:
         """The axis of a DeviceMesh, or what its creator calls the group."""
         name = str(group.group_desc)
-        return {"default_pg": "world", "undefined": "group"}.get(name, name.removeprefix("mesh_"))
+        return GROUPS.get(name, name.removeprefix("mesh_"))
 
     def where(self, place: int | None) -> str:
         if self.phase:
@@ -116,6 +125,8 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         self.track(parameters.values(), "parameters")
         for parameter in parameters.values():
             self._label_gradient(parameter, "gradients")
+        sums = [getattr(one, "main_grad", None) for one in parameters.values()]  # megatron-core's gradients
+        self.track([one for one in sums if one is not None], "gradients")
         for optimizer in self.optimizers.values():
             self.track(_tensors_of(list(optimizer.state.values())), "optimizer")
         self.flops.clear()

@@ -1,0 +1,187 @@
+"""Run megatron-core's GPTModel, DistributedDataParallel, distributed optimizer and schedules with the arguments of Megatron-LM.
+
+megatron-core alone has no pretrain_gpt.py: a few arguments are turned into its configurations here, as Megatron-LM does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ultrascale.export.megatron import ENGINE
+from ultrascale.measure.foreign.gpu import replace_everywhere
+from ultrascale.measure.foreign.request import CannotRehearseError
+from ultrascale.parallel.torch_private import FakeTensor
+
+LOCAL = (
+    "megatron-core's own layers with flash attention take the place of Transformer Engine's: norms, rotary embeddings and "
+    "accumulation of weight gradients are not fused with their neighbours"
+)
+_NOT_FUSED = {"tp_comm_overlap", "attention_backend", "cross_entropy_fusion_impl"}
+"""fields that need Transformer Engine"""
+_REFUSED = {
+    "context_parallel_size": "1",
+    "expert_model_parallel_size": "1",
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+}
+"""with the value that works, or None where there is none"""
+
+
+def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
+    """`config`: a shell script that starts pretrain_gpt.py."""
+    note(LOCAL)
+    given = _settings(config)
+    _without_gpu()
+    parallel = _core("parallel_state")
+    torch.distributed.init_process_group()
+    pp = int(given["pipeline_model_parallel_size"])
+    parallel.initialize_model_parallel(int(given["tensor_model_parallel_size"]), pp)
+    shape, reduction = _model_config(given), _of_class(_core("distributed").DistributedDataParallelConfig, given)
+    reduction.grad_reduce_in_fp32 = "accumulate_allreduce_grads_in_fp32" in given
+    model = _core("distributed").DistributedDataParallel(shape, reduction, _model(shape, given))
+    shape.finalize_model_grads_func = _core("distributed").finalize_model_grads
+    if reduction.overlap_grad_reduce:
+        shape.no_sync_func = model.no_sync
+    optimizers = _core("optimizer")
+    optimizer = optimizers.get_megatron_optimizer(
+        _of_class(optimizers.OptimizerConfig, given, params_dtype=shape.params_dtype), [model]
+    )
+    seq, rows = int(given["seq_length"]), int(given["micro_batch_size"])
+    count = int(given["global_batch_size"]) // rows // parallel.get_data_parallel_world_size()
+    step = _core("pipeline_parallel").get_forward_backward_func()
+
+    def forward(_: Any, stage: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+        tokens = torch.zeros(rows, seq, dtype=torch.int64)
+        return stage(tokens, tokens, None, labels=tokens), lambda losses: (losses.mean(), {})
+
+    while True:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        step(
+            forward_step_func=forward,
+            data_iterator=iter(()),
+            model=[model],
+            num_microbatches=count,
+            seq_length=seq,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
+        optimizer.step()
+
+
+def _core(name: str) -> Any:
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+def _settings(config: str) -> dict[str, Any]:
+    """Arguments of Megatron-LM by the names of its fields."""
+    found = ENGINE.parse(Path(config).read_text(encoding="utf-8"), Path(config).name)
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in found.items() if name.startswith("--")}
+    for name, works in _REFUSED.items():
+        if given.get(name, works) != works:
+            text = f"--{name.replace('_', '-')} is {given[name]}, which the rehearsal of megatron-core does not run: "
+            raise CannotRehearseError(text + ("leave it out" if works is None else f"try {works}"))
+    if "num_experts" in given:
+        raise CannotRehearseError(f"--num-experts is {given['num_experts']}, but experts are not rehearsed: try a dense model")
+    return given
+
+
+def _of_class(kind: Any, given: Mapping[str, Any], **more: Any) -> Any:
+    """The configuration with every argument that is one of its fields, in the type of its default or of its text."""
+    names = {one.name for one in fields(kind)} - _NOT_FUSED
+    return kind(**{**{name: _value(text) for name, text in given.items() if name in names}, **more})
+
+
+def _value(text: Any) -> Any:
+    for kind in (int, float) if isinstance(text, str) else ():
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _model_config(given: Mapping[str, Any]) -> Any:
+    dtype = torch.bfloat16 if "bf16" in given else torch.float32
+    return _of_class(
+        _core("transformer.transformer_config").TransformerConfig,
+        given,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        layernorm_epsilon=float(given["norm_epsilon"]),
+        add_bias_linear="disable_bias_linear" not in given,
+        gated_linear_unit="swiglu" in given,
+        activation_func=functional.silu if "swiglu" in given else functional.gelu,
+        bias_activation_fusion=True,
+        gradient_accumulation_fusion=False,
+        perform_initialization=False,
+    )
+
+
+def _model(config: Any, given: Mapping[str, Any]) -> nn.Module:
+    parallel = _core("parallel_state")
+    model_class, specs = _core("models.gpt").GPTModel, _core("models.gpt.gpt_layer_specs")
+    replace_everywhere([(_core("transformer.torch_norm").WrappedTorchNorm, Norm)])
+    spec = specs.get_gpt_layer_local_spec(normalization=given["normalization"])
+    spec.submodules.self_attention.submodules.core_attention = FlashAttention
+    model: nn.Module = model_class(
+        config,
+        spec,
+        vocab_size=int(given["vocab_size"]) + 1,
+        max_sequence_length=int(given["seq_length"]),
+        pre_process=parallel.is_pipeline_first_stage(),
+        post_process=parallel.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights="untie_embeddings_and_output_weights" not in given,
+        position_embedding_type=given["position_embedding_type"],
+        rotary_base=_value(given.get("rotary_base", 10000)),
+    )
+    return _core("transformer.module").Float16Module(config, model) if config.bf16 else model
+
+
+class Norm:
+    """torch's, with the mark by which gradients are reduced over tp ranks under sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        found = (nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm)(hidden_size, eps=eps)
+        for parameter in found.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return found
+
+
+class FlashAttention(nn.Module):
+    """In the place of a core_attention: tokens, sequences, heads, channels."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+def _without_gpu() -> None:
+    """Weights say that they are on a GPU, buffers of a backward are on the CPU, and nothing is random."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    plain = FakeTensor.type
+
+    def kind(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    FakeTensor.type = kind  # type: ignore[method-assign,assignment]
+    clipping = _core("optimizer.clip_grads")  # its own norm without fused kernels reads values
+    clipping.l2_norm_impl = lambda chunk, flag, lists, each: (nn.utils.get_total_norm(lists[0]), None)
+    random = _core("tensor_parallel.random")
+    random._set_cuda_rng_state = lambda *_, **__: None
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
