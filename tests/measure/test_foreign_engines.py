@@ -163,8 +163,8 @@ def test_other_optimizers_are_refused() -> None:
 def test_the_command_shows_a_plan_beside_its_estimate(engine: str, run: Run, tmp_path: Path) -> None:
     pytest.importorskip(engine)
     model = Model.load("llama-3.2-1b") if engine == "torchtitan" else TINY  # it has flavors
-    layout = {"dp": 4, "tp": 2, "zero": 1} if engine == "megatron" else {"dp": 8, "zero": 3}
-    plan = planned(ENGINES[engine].framework, model, **layout)
+    layouts = {"megatron": {"dp": 4, "tp": 2, "zero": 1}, "deepspeed": {"dp": 8, "zero": 1}}
+    plan = planned(ENGINES[engine].framework, model, **layouts.get(engine, {"dp": 8, "zero": 3}))
     file = plan.save(tmp_path / "plan.yaml")
     code, out, err = run("rehearse", file, "--engine", engine, "--json", tmp_path / "found.json")
     assert (code, err) == (0, ""), err
