@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -18,7 +19,7 @@ import torch._dynamo
 import torch.distributed.fsdp  # before processes fork
 
 from ultrascale.measure.foreign import child, run
-from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.request import COMPILED, NOT_COMPILED, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.watcher import Watcher
 from ultrascale.specs.errors import RunError, SpecError
 
@@ -41,8 +42,7 @@ def rehearsed(folder: Path, request: ForeignRequest) -> ForeignRehearsal:
     (folder / run.REQUEST).write_text(json.dumps(request.to_json()))
 
     def target() -> None:
-        os.environ.update(request.environment | run.EAGER)
-        torch._dynamo.config.disable = True  # which the variable says only before the import
+        os.environ.update(request.environment | run.QUIET)
         child.main(folder)
 
     in_processes(target)
@@ -198,6 +198,51 @@ def test_experts_are_chosen_equally_often(tmp_path: Path) -> None:
     assert child.BALANCED in found.notes
     [one] = found.collectives
     assert (one.kind, one.calls, one.bytes) == ("all_to_all", 1, 6 * 3 * 8 * 4 * 3 // 4)
+
+
+def saved_in_process(file: Path, backend: str) -> int:
+    """What a real run of compiled.py saves for backward."""
+    environment = ForeignRequest("", 1).environment | {"MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    command = [sys.executable, str(PROGRAMS / "compiled.py"), str(file), backend, "no"]
+    subprocess.run(command, env=os.environ | environment, check=True)
+    return int(file.read_text())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_code_saves_what_a_real_run_of_it_saves(backend: str, tmp_path: Path) -> None:
+    file, tokens, width, inner = tmp_path / "saved", 32, 8, 24
+    found = rehearsed(tmp_path, ForeignRequest(str(PROGRAMS / "compiled.py"), 1, arguments=(str(file), "inductor", "yes")))
+    assert COMPILED in found.notes
+    # A block: one number per token and its states of the norm; gate and up, which silu and the product are computed from
+    # again; and the product, which a GEMM of backward reads. The second block's input is the first one's output.
+    block = tokens * (1 + width + 3 * inner)
+    assert int(file.read_text()) == 4 * (2 * block + tokens * width)
+    assert saved_in_process(file, backend) == 4 * (2 * block + tokens * width)
+
+
+@pytest.mark.slow
+def test_a_program_that_cannot_be_captured_runs_without_torch_compile(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNCAPTURED)
+    found = run.rehearse_foreign(ForeignRequest(str(script), 1))
+    assert NOT_COMPILED in found.notes
+    assert COMPILED not in found.notes
+
+
+UNCAPTURED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+@torch.compile(fullgraph=True)
+def loss(x):
+    if torch.compiler.is_compiling():
+        raise NotImplementedError
+    return model(x).sum()
+for _ in range(2):
+    loss(torch.randn(4, 8, device="cuda")).backward()
+    optimizer.step()
+"""
 
 
 TORCHTITAN = [

@@ -305,7 +305,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the check costs time at every operator
+        return False  # nothing in an operator is compiled, and the check costs time at every one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # queried more often than operators run

@@ -6,7 +6,7 @@ are `torch._scaled_mm` (kernels/float8_gemm.py) and the names of ATen operators 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -203,3 +203,33 @@ def _fsdp_state(module: nn.Module) -> Any:
 def after_backward(callback: Any) -> None:
     """Calls back at the end of the backward that runs now, as torch's data-parallel wrappers do."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def compile_with_inductor(graph: Any, inputs: Any, compile_graph: Any) -> Any:
+    """Inductor's decompositions and partition with another compiler of its graphs; inputs may be of any FakeTensorMode."""
+    from torch._guards import TracingContext
+    from torch._inductor.compile_fx import compile_fx
+
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    given = [mode.from_tensor(one, static_shapes=True) if isinstance(one, Tensor) else one for one in inputs]
+    return compile_fx(graph, given, inner_compile=compile_graph)
+
+
+def fused_operators() -> tuple[Callable[[Any], bool], Callable[[Any], bool]]:
+    """Whether Inductor fuses a graph's node, and whether the node is a view, by the partitioner's lists of operators."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    found = get_default_op_list()
+    return found.is_fusible, found.is_view
+
+
+def without_rng_state(target: Any) -> Any:
+    """The operator itself where a partition calls it with the random state of its first call; no rehearsal needs values."""
+    from torch._prims import rng_prims
+
+    if target is rng_prims.run_and_save_rng_state:
+        return lambda inner, *args, **kwargs: (torch.get_rng_state(), inner(*args, **kwargs))
+    if target is rng_prims.run_with_rng_state:
+        return lambda _, inner, *args, **kwargs: inner(*args, **kwargs)
+    return target

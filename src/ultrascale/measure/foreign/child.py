@@ -1,6 +1,7 @@
 """The process that runs a foreign program as one rank: `python -m ultrascale.measure.foreign.child FOLDER`.
 
-FOLDER has the request, and gets the result. The program ends with the step that is counted.
+FOLDER has the request, and gets the result. The program ends with the step that is counted. A program that fails with
+torch.compile is run again without it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import traceback
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -18,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ultrascale.measure.foreign.compiled import OFF, rehearse_compiled
 from ultrascale.measure.foreign.gpu import ValuesOfZero, answer_for_gpu, without_gpu
 from ultrascale.measure.foreign.peers import without_peers
-from ultrascale.measure.foreign.request import ENGINES, CannotRehearseError, ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.request import COMPILED, ENGINES, CannotRehearseError, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.run import REQUEST, RESULT
 from ultrascale.measure.foreign.watcher import Watcher
 
 VALUES = "tensors have no values: what the program reads of them is zero, and a mask selects everything"
 BALANCED = "experts are chosen equally often"
-COMPILED = "torch.compile is off: operators run one by one and keep what compiled code would fuse or recompute"
 
 
 def main(folder: Path) -> None:
@@ -50,26 +52,27 @@ def main(folder: Path) -> None:
     answer_for_gpu(request.rank % request.gpus_per_node, request.gpus_per_node, lambda: (watcher.current, watcher.peak))
     without_peers(request.rank, request.world)
     try:
+        rehearse_compiled(fake, notes.setdefault)
         with without_gpu(fake), watcher:
             if request.engine is not None:
                 runner = importlib.import_module(f"ultrascale.measure.foreign.{request.engine}")
                 runner.run(request.program, request.arguments, notes.setdefault)
             else:
-                _run_script(request, notes)
+                _run_script(request)
     except CannotRehearseError as refused:
         write({"refused": str(refused)})
         return
+    except Exception:
+        if COMPILED not in notes:
+            raise
+        traceback.print_exc()
+        sys.stdout.flush()
+        again = [sys.executable, "-m", "ultrascale.measure.foreign.child", str(folder)]
+        os.execve(sys.executable, again, {**os.environ, OFF[0]: "1"})
     write({"initialised": dist.is_initialized(), "steps": watcher.completed})
 
 
-def _run_script(request: ForeignRequest, notes: dict[str, None]) -> None:
-    compile_with = torch.compile
-
-    def compile_not(*args: Any, **kwargs: Any) -> Any:
-        notes.setdefault(COMPILED)
-        return compile_with(*args, **kwargs)
-
-    torch.compile = compile_not
+def _run_script(request: ForeignRequest) -> None:
     sys.argv = [request.program, *request.arguments]
     sys.path[0] = str(Path(request.program).resolve().parent)
     try:

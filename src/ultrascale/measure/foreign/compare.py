@@ -9,7 +9,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.flops import matmul_flops
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
-from ultrascale.measure.foreign.request import ForeignEngine, ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.request import NOT_COMPILED, ForeignEngine, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.rehearse import RehearsedTerm, predicted_flops, without_imbalance
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -40,7 +40,9 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
     """Memory at the peak by owner, FLOPs and bytes sent."""
     from ultrascale.parallel.mesh import RankCoordinates
 
-    job, layout = without_imbalance(plan.job).changed(framework=Framework.load(engine.framework)), plan.layout
+    eager = engine.eager if NOT_COMPILED in found.notes or plan.job.framework.name == engine.eager else None
+    framework = Framework.load(eager or engine.framework)
+    job, layout = without_imbalance(plan.job).changed(framework=framework), plan.layout
     place = RankCoordinates.of(layout, found.rank)
     stage = estimate(job, layout).memory[place.pp]
     law = stage.memory
@@ -61,7 +63,7 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
     sent = sum(one.bytes for one in of_stage(job, layout, ClusterRates(job), place.pp))
     terms.append(RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"))
     planned = plan.estimate.memory[place.pp].memory.total
-    return PlanBeside(terms, engine.framework, planned / GIB, plan.job.framework.name)
+    return PlanBeside(terms, framework.name, planned / GIB, plan.job.framework.name)
 
 
 def _recomputed_flops(job: Job, layout: Layout) -> float:

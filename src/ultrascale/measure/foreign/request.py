@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 GPUS_PER_NODE = 8
 FIRST_STEPS = 2
 """the step that is counted: the first one creates optimizer states and buffers"""
+COMPILED = (
+    "torch.compile: code is captured and partitioned as on a GPU; its kernels are not generated, their buffers are counted"
+)
+NOT_COMPILED = "torch.compile is off: operators run one by one and keep what compiled code would fuse or recompute"
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,10 @@ class ForeignEngine:
     tested: tuple[str, ...]
     """versions that were rehearsed in tests"""
     framework: str
-    """preset of the estimate that is shown beside it: without torch.compile"""
+    """preset of the estimate that is shown beside it"""
     package: str
+    eager: str | None = None
+    """the preset without torch.compile, if it is another"""
     fsdp2: bool = False
     """its weights are shards in fp32 under ZeRO; others hold weights to compute with and masters"""
     library: bool = True
@@ -46,7 +52,9 @@ class ForeignEngine:
 ENGINES = {
     one.name: one
     for one in (
-        ForeignEngine("torchtitan", ("0.2.2", "0.3.0"), "torchtitan-eager", "torchtitan", fsdp2=True, library=False),
+        ForeignEngine(
+            "torchtitan", ("0.2.2", "0.3.0"), "torchtitan", "torchtitan", "torchtitan-eager", fsdp2=True, library=False
+        ),
         ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True),
         ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
         ForeignEngine("megatron", ("0.16.1",), "megatron-core", "megatron-core"),

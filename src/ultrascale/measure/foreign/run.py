@@ -29,7 +29,7 @@ CHILD = (sys.executable, "-m", "ultrascale.measure.foreign.child")
 REQUEST, RESULT = "request.json", "result.json"
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 """a dataset that is not on this machine is an error at once, rather than after many attempts"""
-EAGER = {"TORCHDYNAMO_DISABLE": "1", "WANDB_MODE": "disabled"}
+QUIET = {"WANDB_MODE": "disabled"}
 
 
 class _Tail(threading.Thread):
@@ -71,7 +71,7 @@ def _run(
     request: ForeignRequest, folder: str, timeout_s: float, progress: Callable[[str], None]
 ) -> tuple[int | None, list[str]]:
     """The exit code, None after the timeout, and the last lines that it wrote."""
-    environment = {**OFFLINE, **os.environ, **EAGER, **request.environment}
+    environment = {**OFFLINE, **os.environ, **QUIET, **request.environment}
     # The child is of this package, wherever it was imported from; what the user has put before stays before.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), ROOT)))
     with subprocess.Popen(

@@ -13,10 +13,6 @@ import torch
 
 from ultrascale.measure.foreign.request import CannotRehearseError
 
-COMPILED = (
-    "torch.compile is off, since it needs a GPU to fuse for: operators run one by one and keep what a compiled block "
-    "would fuse or recompute"
-)
 GRAPHS = "CUDA graphs are off: their private memory is not counted"
 PARTIAL = "parallelism.spmd_backend is partial_dtensor: torchtitan's spmd_types needs a newer torch than {torch}"
 NO_PIPELINE = (
@@ -40,9 +36,6 @@ def _run_python(config: str, arguments: Sequence[str], note: Callable[[str], Non
     trainer: Any = importlib.import_module("torchtitan.trainer")
     manager = importlib.import_module("torchtitan.config").ConfigManager()
     found = manager.parse_args(["--module", module, "--config", function, *arguments])
-    if found.compile.enable:
-        found.compile.enable = False
-        note(COMPILED)
     if not found.training.disable_cuda_graphs:
         trainer.wrap_with_cuda_graph = lambda step: step
         note(GRAPHS)
@@ -53,16 +46,13 @@ def _run_python(config: str, arguments: Sequence[str], note: Callable[[str], Non
     found.dump_folder = tempfile.gettempdir()
     _readable(type(found.tokenizer), "build", note)
     seq = found.training.seq_len
-    _readable(type(found.dataloader), "build", note, lambda given: _Batches(given["local_batch_size"], seq))
+    _readable(type(found.dataloader), "build", note, lambda given: _Batches(given["local_batch_size"], seq, "positions"))
     found.build().train()
 
 
 def _run_toml(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
     program = importlib.import_module("torchtitan.train")
     found = importlib.import_module("torchtitan.config").ConfigManager().parse_args(["--job.config_file", config, *arguments])
-    if found.compile.enable:
-        found.compile.enable = False
-        note(COMPILED)
     _prepare(found)
     found.job.dump_folder = tempfile.gettempdir()
     specs: Any = importlib.import_module("torchtitan.protocols.train_spec")
@@ -113,15 +103,15 @@ def _readable(owner: Any, name: str, note: Callable[[str], None], stand_in: Call
 
 
 class _Batches:
-    """Inputs, their positions and targets of zeros."""
+    """Inputs and targets of zeros; from 0.3 on with positions."""
 
-    def __init__(self, rows: int, seq: int) -> None:
-        self.shape = rows, seq
+    def __init__(self, rows: int, seq: int, *more: str) -> None:
+        self.shape, self.names = (rows, seq), ("input", *more)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            inputs, positions, labels = (torch.zeros(self.shape, dtype=torch.int64) for _ in range(3))
-            yield {"input": inputs, "positions": positions}, labels
+            *inputs, labels = (torch.zeros(self.shape, dtype=torch.int64) for _ in (*self.names, "labels"))
+            yield dict(zip(self.names, inputs, strict=True)), labels
 
     def state_dict(self) -> dict[str, Any]:
         return {}
