@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ultrascale.export.megatron import ENGINE
 from ultrascale.measure.foreign.gpu import replace_everywhere
-from ultrascale.measure.foreign.request import CannotRehearseError
+from ultrascale.measure.foreign.request import NOT_COMPILED, CannotRehearseError
 from ultrascale.parallel.torch_private import FakeTensor
 
 LOCAL = (
@@ -39,6 +39,8 @@ _REFUSED = {
 def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
     """`config`: a shell script that starts pretrain_gpt.py."""
     note(LOCAL)
+    note(NOT_COMPILED)
+    torch.compiler.set_stance("force_eager")  # it compiles functions inside autograd functions, which Dynamo refuses here
     given = _settings(config)
     _without_gpu()
     parallel = _core("parallel_state")
