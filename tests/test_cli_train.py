@@ -215,7 +215,7 @@ def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: p
         (("train", "--model", "tiny", "layout.dp=2"), "there is one process"),
         (("train", "--model", "tiny", "--nproc", "2", "layout.tq=2"), "did you mean 'tp'"),
         (("train", "--model", "tiny", "train.log=tensorbord"), "tensorboard"),
-        (("verify",), "a plan, --world, --runs or --program"),
+        (("verify",), "a plan, --world, --runs, --program or --dump"),
         (("verify", "--world", "2", "--runs", "2"), "one of them"),
         (("verify", "--world", "2", "--precision", "int4"), "--precision is 'int4' but must be one of fp32"),
         (("verify", "--program", "missing.yaml"), "does not exist"),

@@ -10,7 +10,7 @@ import pytest
 
 from builders import make_job
 from conftest import Run
-from measure.test_foreign import rehearsed
+from measure.test_foreign_programs import rehearsed
 from ultrascale.cost.estimate import estimate
 from ultrascale.export import targets, write
 from ultrascale.measure.foreign.request import ENGINES, ForeignRehearsal, ForeignRequest, arguments_of
