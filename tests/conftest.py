@@ -30,6 +30,7 @@ Run = Callable[..., tuple[int, str, str]]
 # interpreter. The default level keeps each technique, each verb and the README's commands.
 TESTS = Path(__file__).parent
 SLOW_FILES = {
+    "measure/test_foreign_programs.py",
     "kernels/test_contest_interpreted.py",
     "kernels/test_interpreted.py",
     "launch/test_elastic.py",
