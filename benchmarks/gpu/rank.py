@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from rich.console import Console
@@ -33,12 +33,12 @@ from ultrascale.launch import local
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.training import Training
+from ultrascale.specs.training import Graphs, Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 
-WARM_UP = 4  # steps: compilation, the optimizer's states, the allocator's first blocks
+COLD, WARM_UP = 2, 4  # steps: compilation, states, the allocator's first blocks; a CUDA graph's capture in the fifth
 # Beside those of step.py: shapes of Llama 3, and of a layer of 128 experts.
 MODELS = MODELS | {
     name: Model.load(preset)
@@ -52,22 +52,25 @@ class Turn:
     step_ms: float
     tokens_per_s: float
     peak_gib: float
+    reserved_gib: float
     gpu: str
 
 
 def timed(engine: str, work: RankWork, step: Callable[[], object]) -> Turn:
-    """The mean of some steps."""
+    """The mean of some steps. Peaks include those of warm steps: a replayed graph allocates nothing."""
+    for _ in range(COLD):
+        step()
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     for _ in range(work.steps):
         step()
     torch.cuda.synchronize()
     each_s = (time.perf_counter() - start) / work.steps
-    peak = torch.cuda.max_memory_allocated() / GIB
-    return Turn(engine, each_s * 1e3, work.tokens / each_s, peak, torch.cuda.get_device_name())
+    peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.memory_reserved() / GIB
+    return Turn(engine, each_s * 1e3, work.tokens / each_s, peak, reserved, torch.cuda.get_device_name())
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class RankWork:
     steps: int
     layout: Layout
     tp_chunks: int = 1
+    graphs: Graphs = "auto"
 
     @property
     def tokens(self) -> int:
@@ -111,7 +115,7 @@ def ours(work: RankWork) -> Turn:
     with single_rank_world(0, layout.gpus):
         mesh, _ = unconnected_groups(Mesh.build(layout, model.kv_heads, 0, f"cuda:{torch.cuda.current_device()}"))
         batches = cast(Batches, RandomBatches(work.seq, model.vocab))
-        engine = build_engine(job, mesh, Training(steps=1000, tp_chunks=work.tp_chunks), batches)
+        engine = build_engine(job, mesh, Training(steps=1000, tp_chunks=work.tp_chunks, graphs=work.graphs), batches)
         without_values(engine)
         numbers = itertools.count()  # the next step's batch is read during this one
         return timed("ultrascale", work, lambda: engine.step(next(numbers)))
@@ -269,6 +273,7 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, help="ours: of each stage, its first layers that recompute")
     parser.add_argument("--tp-chunks", type=int, default=1, help="ours: train.tp_chunks")
+    parser.add_argument("--graphs", choices=get_args(Graphs), default="auto", help="ours: train.graphs")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--beside", choices=("torchtitan",))
@@ -285,24 +290,25 @@ def main() -> None:
     )  # fmt: skip
     layers = options.layers or MODELS[options.model].layers
     seq = options.seq or (SEQ if options.model in MBS else 8192)
-    work = RankWork(options.model, layers, seq, options.steps, layout, options.tp_chunks)
+    work = RankWork(options.model, layers, seq, options.steps, layout, options.tp_chunks, options.graphs)
     engines = [*([options.beside] if options.beside else []), "ultrascale"]
     turns = [in_own_process(engine, work) for _ in range(options.turns) for engine in engines]
     beside = f" · torchtitan {importlib.metadata.version('torchtitan')}" if options.beside else ""
     what = f"rank 0 of {layout}, {options.model} with {layers} layers, sequences of {seq}"
     table = Table(title=f"{what}{beside} · {machine(turns[0].gpu)}")
-    for heading in ("engine", "step ms", "tokens/s", "peak GiB"):
+    for heading in ("engine", "step ms", "tokens/s", "peak GiB", "reserved GiB"):
         table.add_column(heading, justify="left" if heading == "engine" else "right")
     for turn in turns:
-        table.add_row(turn.engine, f"{turn.step_ms:.1f}", f"{turn.tokens_per_s:,.0f}", f"{turn.peak_gib:.2f}")
+        memory = (f"{gib:.2f}" for gib in (turn.peak_gib, turn.reserved_gib))
+        table.add_row(turn.engine, f"{turn.step_ms:.1f}", f"{turn.tokens_per_s:,.0f}", *memory)
     Console(width=128).print(table)
     if options.beside:
-        step, memory = (
+        step, peak = (
             {engine: statistics.mean(getattr(turn, field) for turn in turns if turn.engine == engine) for engine in engines}
             for field in ("step_ms", "peak_gib")
         )
         print(f"speed: {step['torchtitan'] / step['ultrascale']:.3f} × torchtitan's")
-        print(f"peak memory: {memory['ultrascale'] / memory['torchtitan']:.3f} × torchtitan's")
+        print(f"peak memory: {peak['ultrascale'] / peak['torchtitan']:.3f} × torchtitan's")
 
 
 if __name__ == "__main__":

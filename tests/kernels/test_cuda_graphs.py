@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.harness import engine_of, job_of, training_of
+from parallel.harness import engine_of, in_ranks, job_of, training_of
 from ultrascale.kernels import cuda_graphs, selection
 from ultrascale.kernels.cuda_graphs import EAGER_CALLS, CUDAGraphPool, CUDAGraphRunner
 from ultrascale.kernels.selection import Kernels
+from ultrascale.measure.rehearse_world import single_rank_world
+from ultrascale.parallel import torch_private
+from ultrascale.specs.errors import RunError
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 
@@ -96,6 +99,64 @@ def test_a_graph_pays_off_where_the_step_is_host_bound(
     assert not pool.worth
 
 
+@pytest.mark.parametrize(
+    ("mode", "own", "others", "capture"),
+    [
+        ("auto", (True, True), (0.0, 0.0), True),
+        ("auto", (False, True), (1.0, 0.0), True),  # the others wait for the rank whose host is slow
+        ("auto", (True, False), (0.0, 0.0), False),
+        ("auto", (True, True), (1.0, 1.0), False),
+        ("auto", (False, True), (0.0, 0.0), False),
+        ("always", (True, False), (0.0, 0.0), True),
+    ],
+)
+def test_ranks_decide_together(
+    mode: Any,
+    own: tuple[bool, bool],
+    others: tuple[float, float],
+    capture: bool,
+    stand_in: list[Graph],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`own` and `others`: whether a rank is host-bound; whether this one has memory, and some other one does not."""
+    monkeypatch.setattr(cuda_graphs, "_has_memory", lambda: own[1])
+    asked = list[torch.Tensor]()
+
+    def all_reduce_max(votes: torch.Tensor) -> torch.Tensor:
+        asked.append(votes)
+        return torch.maximum(votes, torch.tensor(others))
+
+    pool = CUDAGraphPool(torch.device("cpu"), mode, all_reduce_max)
+    pool.worth = own[0]
+    assert pool.decide() is capture
+    assert pool.decide() is capture
+    assert len(asked) == 1  # a collective: once
+
+
+@pytest.mark.parametrize(("free_gib", "enough"), [(5.6, True), (5.4, False)])
+def test_a_graph_needs_a_step_s_memory_once_more(free_gib: float, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 GiB are states, and a step allocates 6 beside them; 12 are reserved, of which 2 can be freed."""
+    gib = 2**30
+    fake = SimpleNamespace(
+        mem_get_info=lambda: (int(free_gib * gib), 80 * gib), memory_allocated=lambda: 10 * gib,
+        max_memory_allocated=lambda: 16 * gib, memory_reserved=lambda: 12 * gib,
+    )  # fmt: skip
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", fake)
+    assert cuda_graphs._has_memory() is enough
+
+
+def test_a_failed_capture_of_several_ranks_ends_the_run(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        if stand_in:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    work = CUDAGraphRunner(fail, CUDAGraphPool(torch.device("cpu"), "always", lambda votes: votes))
+    for _ in range(EAGER_CALLS + 1):
+        work()
+    with pytest.raises(RunError, match=r"not permitted.*train\.graphs=never"):
+        work()
+
+
 def test_a_failed_capture_falls_back_to_eager(stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def refuse(*_: Any, **__: Any) -> Iterator[None]:
@@ -119,7 +180,9 @@ def test_a_failed_capture_falls_back_to_eager(stand_in: list[Graph], monkeypatch
     [
         ("llama", {}, {}, {}, None),
         ("llama", {}, {"gas": 4, "recompute": "full"}, {}, None),
-        ("llama", {}, {"dp": 2}, {}, "2 GPUs"),
+        ("llama", {}, {"dp": 2, "tp": 2, "cp": 2, "zero": 3}, {}, None),
+        ("llama", {}, {"pp": 2, "gas": 2}, {}, "2 pipeline stages"),
+        ("llama", {}, {"dp": 2, "data_parallel": "ddp"}, {}, "DistributedDataParallel"),
         ("llama", {"precision": "fp16"}, {}, {}, "loss scale"),
         ("deepseek", {}, {}, {}, "loads"),
         ("llama", {}, {}, {"graphs": "never"}, "train.graphs"),
@@ -162,6 +225,42 @@ def test_an_engine_that_replays_trains_as_one_that_does_not(
     assert ours.cuda_graphs is not None
     assert ours.cuda_graphs.used
     assert plain.evaluate(1) == ours.evaluate(1)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_evaluation_leaves_no_parameters_gathered(zero: int) -> None:
+    """A replayed step does not know of them, and the next evaluation would find those of an earlier step."""
+    assert in_ranks(_all_sharded, job_of("llama"), Layout(dp=2, zero=zero), training_of(steps=1)) == [True, True]
+
+
+def _all_sharded(engine: Engine) -> bool:
+    engine.step(0)
+    engine.evaluate(1)
+    (chunk,) = engine.pipeline.chunks.values()
+    return all(group.is_sharded for group in torch_private.fsdp_param_groups(chunk.gradients.module))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "zero": 3}, {"dp": 2, "tp": 2, "zero": 3}, {"dp": 4, "zero": 1, "gas": 2}, {"dp": 2, "cp": 2}], ids=str
+)
+def test_a_captured_rank_of_several_computes_what_a_launched_one_does(layout: dict[str, Any]) -> None:
+    """One GPU as rank 0 of a job whose other ranks do not exist: gathers repeat its own shards."""
+    wanted, found = (_losses_of_rank(Layout(mbs=2, **layout), graphs) for graphs in ("never", "always"))
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _losses_of_rank(layout: Layout, graphs: Any) -> list[float]:
+    """Losses, norms and an evaluation's loss after each step."""
+    job = job_of("llama", batch_tokens=layout.batch_tokens(64), seq=64)
+    with single_rank_world(0, layout.gpus):
+        engine = engine_of(job, layout, training_of(steps=9, graphs=graphs), device="cuda:0")
+        found = list[float]()
+        for step in range(9):
+            result = engine.step(step)
+            found += [result.loss, result.grad_norm, engine.evaluate(1)]
+        assert engine.cuda_graphs is None or engine.cuda_graphs.used is (graphs == "always")
+        return found
 
 
 def _record(self: CUDAGraphRunner[Any]) -> None:

@@ -146,8 +146,8 @@ def _rank(
     return result
 
 
-def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0) -> Engine:
-    mesh = Mesh.build(layout, job.model.kv_heads, rank)
+def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0, device: str = "cpu") -> Engine:
+    mesh = Mesh.build(layout, job.model.kv_heads, rank, device)
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
     return build_engine(job, mesh, training, batches)
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, eager, on_one_gpu, uses_fused_blocks
+from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, eager, uses_fused_blocks
 from ultrascale.specs.files import package_data
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -219,10 +219,15 @@ def idle_s(
     )
     launched = np.asarray(reduce(np.maximum, waits))
     host = (ends + forward + backward) * (max(1.0, queue.python_launch_s / each) if each else 1.0)
-    # Where a step can be replayed as one CUDA graph (kernels/selection.py says why not elsewhere).
-    graphable = on_one_gpu(job, columns) & (job.framework.cuda_graphs and job.precision != "fp16")
-    replayed = graphable & (layers.total + head.total < 2 * host)
+    replayed = graphable(job, columns) & (layers.total + head.total < 2 * host)
     return np.where(replayed, np.minimum(launched, queue.between_graphs_s), launched)
+
+
+def graphable(job: Job, columns: LayoutColumns) -> Array:
+    """Where a step of a dense model can be replayed as one CUDA graph (kernels/selection.py says why not elsewhere)."""
+    by_ddp = columns.is_("data_parallel", "ddp") & (columns.data_ranks > 1) & (columns.zero == 0)
+    captured = job.framework.cuda_graphs and job.precision != "fp16" and job.optimizer == "adamw"
+    return np.asarray(captured & (columns.pp == 1) & columns.is_("offload", "none") & ~by_ddp)
 
 
 def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple[Array, Array, Array]:

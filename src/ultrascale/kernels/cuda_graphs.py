@@ -1,6 +1,7 @@
-"""CUDA graphs: on one GPU the kernels of a step are captured once and replayed with a single launch.
+"""CUDA graphs: the kernels of a step are captured once, collectives included, and replayed with a single launch.
 
-The kernels of a small model end before the host has launched the next one, so the GPU idles; a graph is launched as a whole.
+Kernels of a small model, or of a slice of a large one, end before the host has launched the next one, so the GPU idles; a graph
+is launched as a whole.
 Captured work must be the same in every step: the same tensor addresses, and nothing that the host reads or decides.
 `CUDAGraphRunner` runs such work eagerly a few times, until kernels are compiled and states exist, and then captures it.
 """
@@ -13,9 +14,11 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
+from ultrascale.specs.errors import RunError
 from ultrascale.specs.training import Graphs
 
 EAGER_CALLS = 3  # calls before it is decided whether to capture; the second is the one whose memory a run measures
+FREE_MEMORY = 1.25  # of what a step allocates: evaluations run beside the graph, whose memory stays reserved
 T = TypeVar("T")
 Rows = list[tuple[torch.Tensor, ...]]
 
@@ -23,12 +26,17 @@ Rows = list[tuple[torch.Tensor, ...]]
 class CUDAGraphPool:
     """The stream and memory pool of all graphs, and the input rows, which have the same addresses in every step."""
 
-    def __init__(self, device: torch.device, mode: Graphs) -> None:
+    def __init__(
+        self, device: torch.device, mode: Graphs, all_reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        """`all_reduce_max`: over all ranks, which capture together or not at all; None: this is the only one."""
+        self.all_reduce_max = all_reduce_max
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
         self.mode = mode
         self.worth = mode == "always"
-        """whether to capture: a graph reserves the memory that it needs"""
+        """whether this rank's steps are host-bound"""
+        self._decision: bool | None = None
         self.used = False
         self.rows: Rows = []
         self._launched_s = 0.0
@@ -50,9 +58,24 @@ class CUDAGraphPool:
         """Records how long the host then waited for the GPU: if launching takes longer than waiting, the step is host-bound."""
         self.worth = self.mode == "always" or (self.mode == "auto" and seconds < self._launched_s)
 
+    def decide(self) -> bool:
+        """Whether steps are captured: if some rank is host-bound and all have the memory, which a graph reserves."""
+        if self._decision is None:
+            votes = torch.tensor([self.worth, self.mode == "auto" and not _has_memory()], device=self.stream.device).float()
+            host_bound, too_large = (votes if self.all_reduce_max is None else self.all_reduce_max(votes)).tolist()
+            self._decision = bool(host_bound and not too_large)
+        return self._decision
+
     def leave(self) -> None:
         """Disables further capture."""
-        self.mode, self.worth = "never", False
+        self.mode, self.worth, self._decision = "never", False, False
+
+
+def _has_memory() -> bool:
+    """Whether what a step allocates beside its states fits once more, after cached blocks are freed."""
+    free, _ = torch.cuda.mem_get_info()
+    now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return FREE_MEMORY * (peak - now) <= free + torch.cuda.memory_reserved() - now
 
 
 class CUDAGraphRunner(Generic[T]):
@@ -66,7 +89,7 @@ class CUDAGraphRunner(Generic[T]):
 
     def __call__(self) -> T:
         if self.calls == EAGER_CALLS:
-            self.wanted = self.graphs.worth
+            self.wanted = self.graphs.decide()
         self.calls += 1
         if not self.wanted:
             return self.work()
@@ -98,7 +121,10 @@ class CUDAGraphRunner(Generic[T]):
             with torch.cuda.graph(graph, self.graphs.pool, self.graphs.stream, capture_error_mode="thread_local"):
                 self.output = self.work()
         except RuntimeError as error:  # a kernel that cannot be captured, or no memory for the graph
-            warnings.warn(f"steps are launched kernel by kernel: {str(error).splitlines()[0]}", stacklevel=2)
+            reason = str(error).splitlines()[0]
+            if self.graphs.all_reduce_max is not None:  # FSDP2's states are those of the middle of a step
+                raise RunError(f"a step cannot be captured as a CUDA graph: {reason}. Try train.graphs=never") from error
+            warnings.warn(f"steps are launched kernel by kernel: {reason}", stacklevel=2)
             self.graphs.leave()
             self.output, self.wanted = None, False
             return

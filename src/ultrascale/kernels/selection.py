@@ -88,8 +88,10 @@ def why_not_graphed(job: Job, layout: Layout, training: Training) -> str | None:
     """Why steps cannot be captured as CUDA graphs; None if they can."""
     if training.graphs == "never":
         return "train.graphs is never"
-    if layout.gpus > 1:
-        return f"the layout has {layout.gpus} GPUs, and their collectives are not captured"
+    if layout.pp > 1:
+        return f"the layout has {layout.pp} pipeline stages, and their messages are not captured"
+    if layout.data_parallel == "ddp" and layout.gpus > 1 and not layout.zero:
+        return "torch's DistributedDataParallel reduces gradients"
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
     if job.model.moe is not None:

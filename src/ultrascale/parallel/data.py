@@ -54,6 +54,9 @@ class GradientReducer(ABC):
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gradient for the optimizer step."""
 
+    def reshard(self) -> None:  # noqa: B027
+        """Called after an evaluation: frees parameters that it gathered, which the next update makes stale."""
+
     def allocated(self) -> list[torch.Tensor]:
         """Gradient tensors in memory now, for the memory report."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]

@@ -104,7 +104,6 @@ class FSDPGrads(GradientReducer):
         """HSDP replicas are all-reduced once a step, however often shards are reduce-scattered"""
 
     def begin(self) -> None:
-        # Not `module.parameters()`: after an evaluation those are the gathered parameters; the gradients are on the shards.
         for parameter in (*self.shards(), *self.unsharded()):
             parameter.grad = None
         torch_private.fsdp_begin_step(self.module)
@@ -130,6 +129,10 @@ class FSDPGrads(GradientReducer):
             # be all-reduced together later.
             self.fsdp.set_requires_all_reduce(True)
             torch_private.fsdp_post_backward(self.module)
+
+    def reshard(self) -> None:
+        for group in torch_private.fsdp_param_groups(self.module):
+            group.reshard()
 
     def grad_for(self, parameter: nn.Parameter) -> torch.Tensor:
         assert isinstance(parameter.grad, DTensor)

@@ -106,7 +106,7 @@ class Framework(BaseModel):
         "share their upper half with the bf16 copy, gradients of a single micro-batch are not accumulated, and launches were "
         "counted",
     )
-    cuda_graphs: bool = Field(False, description="one GPU's steps replay a CUDA graph where the host would be slower")
+    cuda_graphs: bool = Field(False, description="steps of one stage replay a CUDA graph where the host would be slower")
     source: str = ""
 
     @property

@@ -96,8 +96,9 @@ class Training(FrozenSpec):
     )
     graphs: Graphs = Field(
         "auto",
-        description="on one GPU: whether a step's kernels are recorded and launched as one, where they are the same in every "
-        "step; auto: where the host takes longer to launch a step than it then waits for it",
+        description="on GPUs, with one pipeline stage: whether a step's kernels are recorded as a CUDA graph and launched as "
+        "one, where they are the same in every step; auto: where the host takes longer to launch a step than it then waits for "
+        "it, and there is memory for the graph",
     )
     balance_loss: float = Field(
         0.0,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -79,8 +80,11 @@ class Engine:
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
         self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
         self.kernels = kernels
-        self.cuda_graphs = CUDAGraphPool(mesh.device, training.graphs) if kernels.cuda_graphs else None
+        self.cuda_graphs: CUDAGraphPool | None = None
         """CUDA graphs of the step, if every step launches the same kernels"""
+        if kernels.cuda_graphs:
+            all_reduce_max = None if mesh.world.size == 1 else partial(comm.all_reduce, axis=mesh.world, op="max")
+            self.cuda_graphs = CUDAGraphPool(mesh.device, training.graphs, all_reduce_max)
         self.optimizer = Optimizer(self.weights, job, training, mesh, kernels.adamw, self.cuda_graphs)
         self.balance = RouterBalance(routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: RouterLoads | None = None
@@ -169,6 +173,8 @@ class Engine:
         total = torch.zeros((), device=self.mesh.device)
         for number in range(batches):
             total += self._mean_loss(self.pipeline.evaluate(self.read(number, held_out=True)))
+        for chunk in self.pipeline.chunks.values():
+            chunk.gradients.reshard()
         return float(total) / batches
 
     def read(self, number: int, held_out: bool = False) -> Batch:
