@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.harness import check, job_of, training_of
+from parallel.harness import check, in_ranks, job_of, training_of
 from ultrascale.kernels import deferred, selection
 from ultrascale.kernels.deferred import DeferredWeightGrads, add_gradient
 from ultrascale.kernels.selection import Kernels
@@ -19,6 +19,8 @@ from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, fused_block
 from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.specs.layout import Layout
+from ultrascale.train.engine import Engine
 
 slow = pytest.mark.slow
 
@@ -81,6 +83,29 @@ def test_the_fused_block_is_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_block.TensorParallelFusedBlock, "out_mlp", lambda self, x, *_: 2 * x)
     with pytest.raises(AssertionError):
         check("llama", tp=2, gas=1)
+
+
+@pytest.mark.parametrize(("dp", "zero", "copies"), [(2, 3, 0), (2, 1, 0), (3, 3, 16)])
+def test_weights_of_joined_matmuls_are_gathered_side_by_side(
+    dp: int, zero: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each rank has as many of their rows: else the four matmuls of two layers copy them in both passes."""
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(fused=True))
+    layout = Layout(dp=dp, zero=zero, gas=2)
+    assert in_ranks(_copies_of_weights, job_of("llama"), layout, training_of(steps=1)) == dp * [copies]
+
+
+def _copies_of_weights(engine: Engine) -> int:
+    cat, weights = torch.cat, list[int]()
+
+    def counted(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weights.append(isinstance(tensors[0], torch.nn.Parameter))
+        return cat(tensors, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", counted)
+        engine.step(0)
+    return sum(weights)
 
 
 @pytest.mark.parametrize("lost", range(7))

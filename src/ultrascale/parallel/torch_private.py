@@ -6,7 +6,8 @@ are `torch._scaled_mm` (kernels/float8_gemm.py) and the names of ATen operators 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,6 +183,45 @@ def fsdp_gathered_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The gathered parameters that exist: torch creates them in the first gather."""
     parameters = (parameter for group in fsdp_param_groups(module) for parameter in group.fsdp_params)
     return [parameter.unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+
+def fsdp_copy_in(copy_in: Callable[[Sequence[Tensor], Tensor], bool]) -> None:
+    """Replaces FSDP2's copy of gradients into the input of a reduce-scatter, [ranks, n], where `copy_in` returns True."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    plain = getattr(collectives.foreach_reduce_scatter_copy_in, "plain", collectives.foreach_reduce_scatter_copy_in)
+
+    def outer(gradients: list[Tensor], out: Tensor, ranks: int) -> None:
+        if not copy_in(gradients, out.view(ranks, -1)):
+            plain(gradients, out, ranks)
+
+    outer.plain = plain  # type: ignore[attr-defined]
+    collectives.foreach_reduce_scatter_copy_in = outer  # type: ignore[assignment]
+
+
+def fsdp_gather_joined(module: nn.Module, weights: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    """Makes FSDP2 gather these weights of one module into adjacent memory, which is allocated and freed as one.
+
+    It copies gathered weights to tensors that it allocates in the first gather unless they exist. `dtype`: the gathered one.
+    """
+    state = _fsdp_state(module)
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    found = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
+    sizes = [weight.numel() for weight in weights]
+    whole = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device)
+    storage, size = whole.untyped_storage(), whole.nbytes
+
+    def resize(size: int) -> None:
+        if storage.size() != size:
+            storage.resize_(size)
+
+    for weight, part in zip(weights, torch.split(whole, sizes), strict=True):
+        parameter = found[id(weight)]
+        parameter.all_gather_outputs = [part]
+        parameter._unsharded_param = nn.Parameter(part.view(weight.shape))
+        parameter.alloc_all_gather_outputs = partial(resize, size)
+        parameter.free_unsharded_param = partial(resize, 0)
+    resize(0)
 
 
 def fsdp_post_backward(module: nn.Module) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ultrascale.kernels.float8_gemm import E4M3, Float8Weight, power_of_two_scale
+from ultrascale.kernels.fused import FusedBlock
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, torch_private
 from ultrascale.parallel.comm import Axis
@@ -54,6 +55,32 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
     fully_shard(model, reshard_after_forward=False, **options)
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
+
+
+def gather_joined(model: Transformer, ranks: int, compute: torch.dtype) -> None:
+    """Makes the gathered weights of each joined GEMM of fused blocks contiguous; otherwise the GEMM would concatenate them.
+
+    Called after the shards have been moved to their device. Where ranks have unequal shards, padding separates the weights.
+    """
+    for block in model.each_block():
+        if isinstance(block, FusedBlock):
+            for linears in block.joined_linears():
+                weights = list(linears.parameters())
+                if not any(len(weight) % ranks for weight in weights):
+                    torch_private.fsdp_gather_joined(block, weights, compute)
+
+
+def copy_gradients_by_triton() -> None:
+    """On a GPU: our kernel casts gradients into the input of a reduce-scatter."""
+    from ultrascale.kernels import zero_triton
+
+    def copy_in(gradients: Sequence[Tensor], out: Tensor) -> bool:
+        fits = zero_triton.fits(gradients, len(out))
+        if fits:
+            zero_triton.chunk_cat(gradients, out)
+        return fits
+
+    torch_private.fsdp_copy_in(copy_in)
 
 
 def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> None:

@@ -121,6 +121,10 @@ def _chunk(
     module.to_empty(device="cpu" if sharded and layout.offload == "parameters" else mesh.device)
     if own.fused and not sharded:
         fused.join(module)
+    elif own.fused and job.precision != "fp8":  # whose gathered weights are joined as they are cast
+        zero.gather_joined(module, mesh.shard.size, compute)
+    if sharded and own.adamw and mesh.device.type == "cuda":
+        zero.copy_gradients_by_triton()
     gradients: GradientReducer
     if sharded:
         gradients = zero.FSDPGrads(module, mesh, training.reduce_every_microbatch)

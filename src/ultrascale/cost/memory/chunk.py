@@ -310,6 +310,12 @@ class ChunkMemory:
         return np.asarray(self.sharded & ~added)
 
     @cached_property
+    def gathers_joined(self) -> Array:
+        """FSDP gathers the weights of a fused block's joined GEMMs into adjacent memory, if ranks have equal shards of them."""
+        rows = self.job.model.ffn / self.columns.tp
+        return np.asarray((rows % self.columns.shards == 0) & (self.job.precision != "fp8"))
+
+    @cached_property
     def uses_expert_views(self) -> Array:
         """Experts whose weight gradients may be deferred, that ep cuts or FSDP slices, are multiplied through views, all made
         before the first GEMM: in backward, gradients wait at them until the last one's is there.

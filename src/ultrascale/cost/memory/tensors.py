@@ -169,7 +169,7 @@ def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split
 
 def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
     """A fused block's MLP is one autograd function: its inputs are live until it returns, its weight gradients are returned
-    together. Nothing is recomputed; matmuls of parameters that ZeRO gathered one by one copy them together.
+    together. Nothing is recomputed; GEMMs of weights that ZeRO gathered one by one copy them together.
     """
     event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
     weight, end = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE
@@ -190,7 +190,7 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
     yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
     yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
-    copies = np.where(chunk.holds_fresh_gradients, 2 * weight, 0.0)
+    copies = np.where(chunk.holds_fresh_gradients & ~chunk.gathers_joined, 2 * weight, 0.0)
     yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, end)
 
@@ -216,7 +216,8 @@ def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Ite
     yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
     # Freed before the input gradient is scattered, or the norm's backward allocates.
     after = np.where(gathered > 0, residual, normed)
-    copies = np.where(chunk.sharded, np.maximum(0.0, 2 * chunk.mlp_weight_gradient[False] - after), 0.0)
+    copied = chunk.sharded & ~chunk.gathers_joined
+    copies = np.where(copied, np.maximum(0.0, 2 * chunk.mlp_weight_gradient[False] - after), 0.0)
     yield buffer("gate and up weights, copied together", copies, norm, out)
 
 

@@ -1,0 +1,36 @@
+"""A Triton kernel of ZeRO: casts gradients into the input of a reduce-scatter, where each rank's rows are contiguous.
+
+torch's own kernel takes twice as long for bf16 gradients that are reduced in fp32 (benchmarks/gpu/README.md).
+"""
+
+# No postponed annotations: Triton reads them.
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+BLOCK, WARPS = 4096, 8
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _copy_rows(gradient, out, size, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    rank = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(gradient + rank * size + at, mask=at < size)
+    tl.store(out + rank * stride + at, value.to(out.dtype.element_ty), mask=at < size)
+
+
+def fits(gradients: Sequence[torch.Tensor], ranks: int) -> bool:
+    """Whether the kernel takes these: contiguous, with as many rows for each rank."""
+    return all(one.is_cuda and one.is_contiguous() and len(one) % ranks == 0 for one in gradients)
+
+
+def chunk_cat(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """out [ranks, n]: rank r's rows of every gradient, one after the other."""
+    ranks, first = len(out), 0
+    for gradient in gradients:
+        size = gradient.numel() // ranks
+        grid = triton.cdiv(size, BLOCK), ranks
+        _copy_rows[grid](gradient, out[:, first:], size, out.stride(0), BLOCK=BLOCK, num_warps=WARPS)
+        first += size
