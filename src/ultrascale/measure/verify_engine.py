@@ -37,7 +37,7 @@ _OWN = "own.pt"
 
 
 @dataclass(frozen=True)
-class Batch:
+class EngineInputs:
     """The weights, inputs and targets of our engine's step."""
 
     weights: Mapping[str, Tensor]
@@ -74,7 +74,7 @@ class EngineRunner:
     """before ranks are forked, which share them"""
     check: Callable[[Job, Layout], None]
     """SpecError where the engine cannot run a plan"""
-    run: Callable[[Job, Layout, Batch, Path], None]
+    run: Callable[[Job, Layout, EngineInputs, Path], None]
     """one rank, in a gloo process group: writes its part of a dump"""
     conversions: Callable[[DumpStep, Job, Layout], Mapping[str, Conversion]]
     """by our key, what is converted; the rest is taken as it is"""
@@ -157,7 +157,7 @@ def _engine_rank(rank: int, nproc: int, store: str, runner: EngineRunner, job: J
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     own = torch.load(folder / _OWN, weights_only=True)
-    runner.run(job, layout, Batch(own["weights"], own["inputs"], own["targets"]), folder / runner.name)
+    runner.run(job, layout, EngineInputs(own["weights"], own["inputs"], own["targets"]), folder / runner.name)
     dist.barrier()
     dist.destroy_process_group()
 

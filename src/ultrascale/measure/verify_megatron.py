@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ultrascale.measure.dump import Dump
 from ultrascale.measure.dump_tensors import DumpStep
-from ultrascale.measure.verify_engine import STEP, Batch, Conversion, EngineRunner
+from ultrascale.measure.verify_engine import STEP, Conversion, EngineInputs, EngineRunner
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -76,7 +76,7 @@ class _CpuForCuda(TorchFunctionMode):
         return function(*args, **named)
 
 
-class _Norm(nn.RMSNorm):
+class _TorchNorm(nn.RMSNorm):
     """RMSNorm with the arguments of Megatron's norms."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -84,7 +84,7 @@ class _Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def _run(job: Job, layout: Layout, batch: Batch, folder: Path) -> None:
+def _run(job: Job, layout: Layout, batch: EngineInputs, folder: Path) -> None:
     from megatron.core import __version__, parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -218,14 +218,14 @@ def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]
         finalize_model_grads_func=finalize_model_grads,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _TorchNorm
     stages = layout.pp * layout.virtual_stages
     parts = []
     for stage in range(layout.virtual_stages if layout.pp > 1 else 1):
         virtual = stage if _virtual(layout) else None
         part = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules([spec] * (model.layers // stages), layer_norm=_Norm),
+            transformer_layer_spec=TransformerBlockSubmodules([spec] * (model.layers // stages), layer_norm=_TorchNorm),
             vocab_size=model.vocab,
             max_sequence_length=job.seq,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),

@@ -24,7 +24,7 @@ from ultrascale.export.torchtitan import CURRENT
 from ultrascale.export.torchtitan_text import NOTHING
 from ultrascale.measure.dump import Dump
 from ultrascale.measure.dump_tensors import DumpStep
-from ultrascale.measure.verify_engine import STEP, Batch, Conversion, EngineRunner
+from ultrascale.measure.verify_engine import STEP, Conversion, EngineInputs, EngineRunner
 from ultrascale.model import hf
 from ultrascale.parallel.torch_private import step_microbatches
 from ultrascale.specs.errors import SpecError
@@ -146,7 +146,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[T
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped), None
 
 
-def _run(job: Job, layout: Layout, batch: Batch, folder: Path) -> None:
+def _run(job: Job, layout: Layout, batch: EngineInputs, folder: Path) -> None:
     from torchtitan.distributed import parallel_dims
     from torchtitan.models.common.attention import FlexAttention
 

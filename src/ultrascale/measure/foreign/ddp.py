@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ultrascale.measure.foreign.request import CannotRehearseError
 from ultrascale.parallel.torch_private import after_backward
 
 MIB = 2**20
 FIRST_MIB, DEFAULT_MIB = 1, 25
 
 
-class Bucket:
+class DDPBucket:
     """Gradients that are reduced together, in a buffer that outlives the step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -103,10 +104,10 @@ class BucketedDataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        raise NotImplementedError("a communication hook of DistributedDataParallel cannot be rehearsed: remove it")
+        raise CannotRehearseError("a communication hook of DistributedDataParallel cannot be rehearsed: remove it")
 
     def _use(self, groups: list[list[nn.Parameter]]) -> None:
-        self.buckets = [Bucket(group) for group in groups]
+        self.buckets = [DDPBucket(group) for group in groups]
         self._bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
 
     @torch.no_grad()
@@ -135,7 +136,7 @@ class BucketedDataParallel(nn.Module):
         if bucket.ready == len(bucket.parameters):
             self._reduce(bucket)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: DDPBucket) -> None:
         bucket.buffer.div_(dist.get_world_size(self.process_group))
         dist.all_reduce(bucket.buffer, group=self.process_group)
         bucket.ready = -1

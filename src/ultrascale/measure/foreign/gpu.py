@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from ultrascale.measure.foreign.request import CannotRehearseError
 from ultrascale.measure.rehearse_world import QuickFakeTensorMode, split_evenly
 from ultrascale.parallel.torch_private import (
     DataDependentOutputException,
@@ -204,7 +205,7 @@ def _of_zeros(packet: Any, args: Any, kwargs: Any) -> Any:
         return (args[0] + torch.zeros_like(args[1], dtype=args[0].dtype)).reshape(-1)
     if packet is aten.index:
         return aten.index(args[0], _without_masks(args[1]))
-    raise NotImplementedError(f"the result of {packet} depends on values, which tensors do not have in a rehearsal")
+    raise CannotRehearseError(f"the result of {packet} depends on values, which tensors do not have in a rehearsal")
 
 
 def _without_masks(indices: Any) -> list[Tensor | None]:
