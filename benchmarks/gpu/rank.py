@@ -19,17 +19,17 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from step import MBS, MODELS, SEQ, machine
+from shapes import MODELS, titan_arguments
+from step import MBS, SEQ, machine
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.launch import local
+from ultrascale.measure.foreign.data_stub import stub_data_pipeline
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.schedules import REGISTRY
@@ -121,36 +121,6 @@ def ours(work: RankWork) -> Turn:
         return timed("ultrascale", work, lambda: engine.step(next(numbers)))
 
 
-class StubType(type):
-    """A class whose attributes are such classes too."""
-
-    def __getattr__(cls, name: str) -> StubType:
-        return stub(name)
-
-
-def stub(name: str) -> StubType:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return StubType(name, (), {})
-
-
-class DataPipelineStub:
-    """Stands in for packages of torchtitan's data pipeline, which is not used here, where they are not installed."""
-
-    names = ("datasets", "tensorboard", "tokenizers")
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__version__, module.__getattr__ = "99.0", stub  # type: ignore[attr-defined, method-assign]
-        return module
-
-    def exec_module(self, _: ModuleType) -> None:
-        return
-
-
 class TitanTrainer(NamedTuple):
     """torchtitan's own model, loss and optimizers."""
 
@@ -189,27 +159,8 @@ def titan_trainer(shape: Model, config: Any, dims: Any) -> TitanTrainer:
     return TitanTrainer(model, loss, spec.build_optimizers_fn([model], config.optimizer, dims), arguments)
 
 
-def titan_arguments(model: Model, seq: int, kind: Callable[..., Any]) -> Any:
-    common = {
-        "dim": model.hidden, "n_layers": model.layers, "n_heads": model.heads, "n_kv_heads": model.kv_heads,
-        "vocab_size": model.vocab, "rope_theta": model.rope_theta, "max_seq_len": seq,
-    }  # fmt: skip
-    if model.moe is None:  # it writes a layer's width as a multiple of two thirds of four times the hidden size, rounded up
-        return kind(**common, multiple_of=256, ffn_dim_multiplier=model.ffn / int(8 * model.hidden / 3))
-    from torchtitan.models.moe import MoEArgs
-
-    moe = MoEArgs(
-        num_experts=model.moe.experts, num_shared_experts=0, score_func="softmax", route_norm=model.moe.renormalize,
-        score_before_experts=False, top_k=model.moe.top_k,
-    )  # fmt: skip
-    return kind(
-        **common, head_dim=model.head_dim, qk_norm=model.qk_norm, moe_enabled=True, moe_inter_dim=model.moe.expert_ffn,
-        moe_args=moe,
-    )  # fmt: skip
-
-
 def torchtitan(work: RankWork) -> Turn:
-    sys.meta_path.append(DataPipelineStub())  # last: where a package is installed, it is used
+    stub_data_pipeline()
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as distributed
 

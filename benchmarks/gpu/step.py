@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import MODELS
 
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.cost.flops import model_flops
@@ -32,7 +33,6 @@ from ultrascale.kernels import selection as own
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK
 from ultrascale.launch import local
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.specs.model import MoE
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
@@ -42,21 +42,6 @@ from ultrascale.train.engine import Engine
 SEQ = 4096
 WARM_UP = 5  # steps: compilation, the optimizer's states, the allocator's first blocks; the fifth may be captured
 
-# Shapes of Llama 3.2, the embedding and the head each with a matrix of their own.
-MODELS = {
-    "1b": Model(
-        name="llama-1b-untied", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
-        rope_theta=500000.0,
-    ),
-    "3b": Model(
-        name="llama-3b-untied", layers=28, hidden=3072, ffn=8192, heads=24, kv_heads=8, head_dim=128, vocab=128256,
-        rope_theta=500000.0,
-    ),
-    "moe": Model(  # 1b with eight experts in the place of its MLP, of which a token visits two of half its width
-        name="llama-1b-experts", layers=16, hidden=2048, ffn=0, heads=32, kv_heads=8, head_dim=64, vocab=128256,
-        rope_theta=500000.0, moe=MoE(experts=8, top_k=2, expert_ffn=4096),
-    ),
-}  # fmt: skip
 MBS = {"1b": 8, "3b": 4, "moe": 8}
 
 # What each set of kernels has beyond the one before it: compiled blocks; the loss in chunks with its gradients; AdamW in one

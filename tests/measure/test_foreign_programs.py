@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 import torch.distributed.fsdp  # before processes fork
 
-from ultrascale.measure.foreign import child, run
+from ultrascale.measure.foreign import child, device, run
 from ultrascale.measure.foreign.request import COMPILED, NOT_COMPILED, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.watcher import Watcher
 from ultrascale.specs.errors import RunError, SpecError
@@ -27,14 +27,14 @@ PROGRAMS = Path(__file__).with_name("foreign")
 FORK = multiprocessing.get_context("fork")
 
 
-def in_processes(*targets: Callable[[], None]) -> None:
+def in_processes(*targets: Callable[[], None], code: int = 0) -> None:
     """Each in a fork of this process: a rehearsal replaces functions of torch."""
     processes = [FORK.Process(target=target) for target in targets]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-        assert process.exitcode == 0
+        assert process.exitcode == code
 
 
 def rehearsed(folder: Path, request: ForeignRequest) -> ForeignRehearsal:
@@ -195,7 +195,7 @@ def test_experts_are_chosen_equally_often(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ROUTED)
     found = rehearsed(tmp_path, ForeignRequest(str(script), 4))
-    assert child.BALANCED in found.notes
+    assert device.BALANCED in found.notes
     [one] = found.collectives
     assert (one.kind, one.calls, one.bytes) == ("all_to_all", 1, 6 * 3 * 8 * 4 * 3 // 4)
 

@@ -130,7 +130,9 @@ def rehearse(
         typer.Option("--config", help="With --engine: its configuration, instead of a plan.", metavar="FILE[:FUNCTION]"),
     ] = None,
     world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks of the other program's world.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="The step of the other program to count. Default: 2.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="The step of the other program to count. Default: 2; on a GPU 10.")
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=1, help="Seconds until the other program is ended. Default: 600.")
     ] = None,
@@ -150,10 +152,10 @@ def rehearse(
     from ultrascale.train import import_torch
 
     if script is not None or engine is not None:
-        given = {"--stage": stage, "--kernels": kernels, "--device": device if device != "meta" else None}
+        given = {"--stage": stage, "--kernels": kernels}
         for name in (name for name, value in given.items() if value is not None):
             raise SpecError(f"{name} is for plans in our engine; leave it out, and name a rank, such as --rank 0")
-        _rehearse_foreign(words or [], script, engine, config, world, rank or 0, steps, timeout, json_file)
+        _rehearse_foreign(words or [], script, engine, config, world, rank or 0, device, steps, timeout, json_file)
         return
     for name, value in {"--config": config, "--world": world, "--steps": steps, "--timeout": timeout}.items():
         if value is not None:
@@ -181,6 +183,7 @@ def _rehearse_foreign(
     config: str | None,
     world: int | None,
     rank: int,
+    device: str,
     steps: int | None,
     timeout: float | None,
     json_file: Path | None,
@@ -191,7 +194,8 @@ def _rehearse_foreign(
 
     if (script is None) == (engine is None):
         raise SpecError("--script and --engine name two programs: give one of them, such as --script train.py")
-    options = {"rank": rank, "engine": engine, "steps": request.FIRST_STEPS if steps is None else steps}
+    counted = request.GPU_STEPS if device == "cuda" else request.FIRST_STEPS
+    options = {"rank": rank, "device": device, "engine": engine, "steps": counted if steps is None else steps}
     with ExitStack() as stack:
         plan = None
         if engine is not None and config is None:

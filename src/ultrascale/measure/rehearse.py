@@ -108,12 +108,10 @@ def rehearse(
     """
     check(job, layout, device)
     kernels = kernels_of(job, device, kernels)
-    import torch
-
     from ultrascale.measure.rehearse_rank import rehearse_rank
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("--device is cuda but torch sees no GPU here: try --device meta")
+    if device == "cuda":
+        require_gpu()
     job = job.changed(framework=engine_of(kernels))
     workers = min(len(ranks), cores())
     if device == "cuda" or workers == 1:
@@ -149,10 +147,21 @@ def engine_of(kernels: str) -> Framework:
     return Framework.load("ultrascale" if kernels == "fused" else "ultrascale-eager")
 
 
-def check(job: Job, layout: Layout, device: str) -> None:
-    """SpecError for what cannot be rehearsed."""
+def check_device(device: str) -> None:
     if device not in DEVICES:
         raise SpecError(f"--device is {device!r} but a rehearsal runs on meta (no memory) or cuda (one GPU): try meta")
+
+
+def require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SpecError("--device is cuda but torch sees no GPU here: try --device meta")
+
+
+def check(job: Job, layout: Layout, device: str) -> None:
+    """SpecError for what cannot be rehearsed."""
+    check_device(device)
     if layout.gpus != job.cluster.gpus:
         raise SpecError(
             f"layout.dp·tp·pp·cp is {layout.gpus} but plan.job.cluster has {job.cluster.gpus} GPUs: plan anew, or try "

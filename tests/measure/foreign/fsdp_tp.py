@@ -40,7 +40,7 @@ for layer in model.layers:
     fully_shard(layer, mesh=mesh["dp"])
 fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-for _ in range(3):
+for _ in range(5):
     x = torch.randn(ROWS, HIDDEN, device=device)
     loss = model(x).square().mean()
     loss.backward()

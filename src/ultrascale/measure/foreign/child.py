@@ -20,40 +20,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultrascale.measure.foreign.compiled import OFF, rehearse_compiled
-from ultrascale.measure.foreign.gpu import ValuesOfZero, answer_for_gpu, without_gpu
-from ultrascale.measure.foreign.peers import without_peers
+from ultrascale.measure.foreign.compiled import OFF
+from ultrascale.measure.foreign.device import NOT_COUNTED, device_of
 from ultrascale.measure.foreign.request import COMPILED, ENGINES, CannotRehearseError, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.run import REQUEST, RESULT
 from ultrascale.measure.foreign.watcher import Watcher
 
-VALUES = "tensors have no values: what the program reads of them is zero, and a mask selects everything"
-BALANCED = "experts are chosen equally often"
-
 
 def main(folder: Path) -> None:
     request = ForeignRequest.of_json(json.loads((folder / REQUEST).read_text(encoding="utf-8")))
-    notes = dict.fromkeys([*request.notes, VALUES])
+    notes = dict.fromkeys(request.notes)
 
     def write(data: dict[str, Any]) -> None:
         (folder / "part").write_text(json.dumps(data), encoding="utf-8")
         os.replace(folder / "part", folder / RESULT)
 
+    def save(watcher: Watcher) -> None:
+        """The result, if the step that counts fails."""
+        write(asdict(_result(request, watcher, (*notes, NOT_COUNTED))))
+
     def done(watcher: Watcher) -> None:
-        if fake.routed:
-            notes.setdefault(BALANCED)
         write(asdict(_result(request, watcher, tuple(notes))))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the program's own end may wait for other ranks
 
-    fake = ValuesOfZero()
-    watcher = Watcher(fake, request.steps, done)
-    answer_for_gpu(request.rank % request.gpus_per_node, request.gpus_per_node, lambda: (watcher.current, watcher.peak))
-    without_peers(request.rank, request.world)
+    device = device_of(request, notes.setdefault, save, done)
     try:
-        rehearse_compiled(fake, notes.setdefault)
-        with without_gpu(fake), watcher:
+        with device.running():
             if request.engine is not None:
                 runner = importlib.import_module(f"ultrascale.measure.foreign.{request.engine}")
                 runner.run(request.program, request.arguments, notes.setdefault)
@@ -69,7 +63,8 @@ def main(folder: Path) -> None:
         sys.stdout.flush()
         again = [sys.executable, "-m", "ultrascale.measure.foreign.child", str(folder)]
         os.execve(sys.executable, again, {**os.environ, OFF[0]: "1"})
-    write({"initialised": dist.is_initialized(), "steps": watcher.completed})
+    if not (folder / RESULT).exists():
+        write({"initialised": dist.is_initialized(), "steps": device.watcher.completed})
 
 
 def _run_script(request: ForeignRequest) -> None:
@@ -97,6 +92,8 @@ def _result(request: ForeignRequest, watcher: Watcher, notes: tuple[str, ...]) -
         notes=notes,
         torch=torch.__version__,
         engine=engine,
+        gpu=torch.cuda.get_device_name() if request.device == "cuda" else None,
+        step_s=watcher.step_s,
     )
 
 

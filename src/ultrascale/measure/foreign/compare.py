@@ -56,7 +56,8 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
         "activations": law.activations,
         "buffers": law.buffers + gathered,
     }
-    terms = [RehearsedTerm(owner, value, found.memory.get(owner, 0), "B") for owner, value in predicted.items()]
+    owners = predicted.items() if found.memory else ()  # a GPU's allocator does not know them
+    terms = [RehearsedTerm(owner, value, found.memory.get(owner, 0), "B") for owner, value in owners]
     terms.append(RehearsedTerm("all", law.total - law.runtime, found.peak, "B"))
     flops = predicted_flops(job, layout, place) + _recomputed_flops(job, layout) * stage.layers / job.model.layers
     terms.append(RehearsedTerm("FLOPs", flops, sum(found.flops.values()), "FLOP"))

@@ -9,15 +9,16 @@ from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import device_mesh
 from torch.nn import parallel
 
 from ultrascale.measure.foreign.ddp import BucketedDataParallel
 from ultrascale.measure.foreign.gpu import on_cpu, replace_everywhere
-from ultrascale.parallel.torch_private import coalescing_manager, fake_store, unset_fake_temporarily
+from ultrascale.parallel.torch_private import coalescing_manager, fake_store, functional_all_to_all, unset_fake_temporarily
 
 
-def without_peers(rank: int, world: int) -> None:
+def without_peers(rank: int, world: int, on_gpu: bool = False) -> None:
     """Replaces functions of torch.distributed in this process."""
     init, new_group = dist.init_process_group, dist.new_group
 
@@ -41,7 +42,30 @@ def without_peers(rank: int, world: int) -> None:
             *((getattr(dist, one.__name__), one) for one in own),
         ]
     )
-    _meshes_with_values()
+    if not on_gpu:
+        _meshes_with_values()
+
+
+def counts_from_peers() -> None:
+    """Ranks tell one another how many rows they send, in one dimension: each sends this rank as many as this rank sends it.
+
+    On a GPU; a tensor without memory has no numbers. A collective of torch's `fake` group leaves its output as it was.
+    """
+    functional, in_place = functional_all_to_all, dist.all_to_all_single
+
+    @functools.wraps(functional)
+    def all_to_all(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = functional(self, *args, **kwargs)
+        return self.clone() if self.dim() == 1 and found.shape == self.shape else found
+
+    @functools.wraps(in_place)
+    def all_to_all_in_place(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = in_place(output, input, *args, **kwargs)
+        if input.dim() == 1 and output.shape == input.shape:
+            output.copy_(input)
+        return work
+
+    replace_everywhere([(functional, all_to_all), (in_place, all_to_all_in_place)])
 
 
 def _outside(inner: Callable[..., Any]) -> Callable[..., Any]:

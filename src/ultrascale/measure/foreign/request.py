@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.measure.rehearse import Collective
+from ultrascale.measure.rehearse import Collective, check_device
 from ultrascale.specs.errors import SpecError, nearest
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 GPUS_PER_NODE = 8
 FIRST_STEPS = 2
 """the step that is counted: the first one creates optimizer states and buffers"""
+GPU_STEPS = 10
+"""on a GPU: the step that is counted, after those that are measured"""
+FIRST_GPU_STEPS = 3
+"""at least one is measured between the first and the one that is counted"""
 COMPILED = (
     "torch.compile: code is captured and partitioned as on a GPU; its kernels are not generated, their buffers are counted"
 )
@@ -38,6 +42,8 @@ class ForeignEngine:
     """its weights are shards in fp32 under ZeRO; others hold weights to compute with and masters"""
     library: bool = True
     """its configuration has no model and no batch: they are a program's, here foreign/program.py"""
+    gpu: bool = False
+    """it can be rehearsed on a GPU too"""
 
     def installed(self) -> str:
         """Its version; SpecError if there is none."""
@@ -53,7 +59,14 @@ ENGINES = {
     one.name: one
     for one in (
         ForeignEngine(
-            "torchtitan", ("0.2.2", "0.3.0"), "torchtitan", "torchtitan", "torchtitan-eager", fsdp2=True, library=False
+            "torchtitan",
+            ("0.2.2", "0.3.0"),
+            "torchtitan",
+            "torchtitan",
+            "torchtitan-eager",
+            fsdp2=True,
+            library=False,
+            gpu=True,
         ),
         ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True),
         ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
@@ -88,18 +101,32 @@ class ForeignRequest:
     arguments: tuple[str, ...] = ()
     steps: int = FIRST_STEPS
     gpus_per_node: int = GPUS_PER_NODE
+    device: str = "meta"
+    """meta: tensors without memory; cuda: one real GPU"""
+    count: bool = True
+    """on a GPU: run the last step, which counts operators and may need more memory than those that are measured"""
     notes: tuple[str, ...] = field(default=())
 
     def checked(self) -> ForeignRequest:
         """SpecError for what cannot run; with a note about a version that was not tested."""
         if not 0 <= self.rank < self.world:
             raise SpecError(f"--rank is {self.rank} but --world has ranks 0 to {self.world - 1}: try 0")
+        check_device(self.device)
         if self.steps < FIRST_STEPS:
             raise SpecError(f"--steps is {self.steps} but the first step only creates optimizer states: try {FIRST_STEPS}")
+        if self.device == "cuda" and self.steps < FIRST_GPU_STEPS:
+            raise SpecError(
+                f"--steps is {self.steps} but on a GPU the last step is not measured, nor is the first: try {GPU_STEPS}"
+            )
         if self.engine is None:
             _readable("--script", self.program, ".py")
             return self
         engine = engine_named(self.engine)
+        if self.device == "cuda" and not engine.gpu:
+            raise SpecError(
+                f"--device is cuda but {engine.name} is rehearsed without a GPU alone: leave it out, or run a program of its "
+                "own with --script train.py"
+            )
         version = engine.installed()
         _check_configuration(engine, version, self.program)
         if version in engine.tested:
@@ -109,8 +136,8 @@ class ForeignRequest:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As torchrun sets it for this rank."""
-        local = min(self.gpus_per_node, self.world)
+        """As torchrun sets it for this rank; on a real GPU the rank is alone on its node, since there is one GPU."""
+        local = 1 if self.device == "cuda" else min(self.gpus_per_node, self.world)
         numbers = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world,
@@ -162,10 +189,11 @@ class ForeignRehearsal:
     world: int
     step: int
     peak: int
-    """bytes of all tensors at the peak"""
+    """bytes of all tensors at the peak; on a GPU the allocator's"""
     moment: str
+    """of the peak; empty on a GPU"""
     memory: dict[str, int]
-    """by owner at the peak"""
+    """by owner at the peak; empty on a GPU"""
     most: dict[str, int]
     """maximum of each owner, at the peak or not"""
     flops: dict[str, int]
@@ -177,6 +205,10 @@ class ForeignRehearsal:
     """with its version"""
     seconds: float = 0.0
     """that the rehearsal took"""
+    gpu: str | None = None
+    """its name, if it is a real one"""
+    step_s: float | None = None
+    """on a GPU: the mean of the measured steps, in which collectives take no time"""
 
     @classmethod
     def of_json(cls, data: dict[str, Any]) -> ForeignRehearsal:

@@ -18,6 +18,7 @@ from typing import IO
 
 import ultrascale
 from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
+from ultrascale.measure.rehearse import require_gpu
 from ultrascale.specs.errors import RunError
 
 TIMEOUT_S = 600
@@ -55,6 +56,8 @@ def rehearse_foreign(
 ) -> ForeignRehearsal:
     """RunError where the program does not complete the step that is counted."""
     request = request.checked()
+    if request.device == "cuda":
+        require_gpu()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         Path(folder, REQUEST).write_text(json.dumps(request.to_json()), encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ultrascale.measure.foreign.data_stub import stub_data_pipeline
 from ultrascale.measure.foreign.request import CannotRehearseError
 
 GRAPHS = "CUDA graphs are off: their private memory is not counted"
@@ -24,6 +25,7 @@ NO_DATA = "the tokenizer or the dataset could not be read here: batches of zeros
 
 def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
     """`config`: FILE.toml, FILE.py, FILE.py:FUNCTION, or MODULE:FUNCTION of torchtitan's own."""
+    stub_data_pipeline()
     (_run_toml if config.endswith(".toml") else _run_python)(config, arguments, note)
 
 

@@ -6,7 +6,6 @@ A step lasts from the end of one `optimizer.step()` to the end of the next, of t
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -40,31 +39,33 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
     def __init__(self, fake: QuickFakeTensorMode | None, steps: int, done: Callable[[Watcher], None]) -> None:
         """Calls `done` at the end of the last of `steps` steps, which is the one that is counted."""
         super().__init__(fake)
+        if fake is not None:
+            for name in SHARDING_PROPAGATION:
+                setattr(ShardingPropagator, name, self._unwatched(getattr(ShardingPropagator, name), fake))
         self.steps, self.done, self.completed = steps, done, 0
         self.optimizers: dict[int, Optimizer] = {}
         self.phase, self._after_backward = "", False
-        self.started = time.perf_counter()
-        self.step_s = 0.0
+        self.step_s: float | None = None
+        """on a real GPU"""
         self._names: dict[int, str] = {}
         self._hooked: set[int] = set()
-        for name in SHARDING_PROPAGATION:
-            setattr(ShardingPropagator, name, self._unwatched(getattr(ShardingPropagator, name)))
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
+        self._hook_modules()
+
+    def _hook_modules(self) -> None:
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave)
 
-    def _unwatched(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _unwatched(self, inner: Callable[..., Any], fake: QuickFakeTensorMode) -> Callable[..., Any]:
         """DTensor runs operators on whole shapes, only to know the shape of their result."""
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            if self.fake is None:
-                return inner(*args, **kwargs)
-            watcher, self.fake.watcher = self.fake.watcher, None
+            watcher, fake.watcher = fake.watcher, None
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.fake.watcher = watcher
+                fake.watcher = watcher
 
         return outer
 
@@ -99,7 +100,9 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         if id(optimizer) != next(iter(self.optimizers)):
             return
         self.completed += 1
-        self.step_s, self.started = time.perf_counter() - self.started, time.perf_counter()
+        self._end_step()
+
+    def _end_step(self) -> None:
         if self.completed == self.steps:
             self.done(self)
         elif self.completed == self.steps - 1:
