@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ultrascale.measure.foreign import child, device, run
 from ultrascale.measure.foreign.compare import ForeignReport
 from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
 from ultrascale.show import foreign as show
-from ultrascale.specs.errors import SpecError
+from ultrascale.specs.errors import RunError, SpecError
 
 PEAKS = (900, 100, 300, 200, 800)
 """of steps; the first creates states, and the last is only counted"""
@@ -166,3 +167,12 @@ def test_without_cuda_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_a_rank_is_alone_on_its_node() -> None:
     variables = ForeignRequest(__file__, 64, rank=9, device="cuda").environment
     assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"], variables["RANK"]) == ("0", "1", "9")
+
+
+def test_a_kernel_without_a_gpu_names_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    program = "raise RuntimeError('0 active drivers ([]). There should only be one: triton')"
+    monkeypatch.setattr(run, "CHILD", (sys.executable, "-c", program))
+    with pytest.raises(RunError, match=r"try --device cuda, on a machine that has one$"):
+        run.rehearse_foreign(ForeignRequest(str(script), 8))

@@ -205,7 +205,7 @@ def _of_zeros(packet: Any, args: Any, kwargs: Any) -> Any:
         return (args[0] + torch.zeros_like(args[1], dtype=args[0].dtype)).reshape(-1)
     if packet is aten.index:
         return aten.index(args[0], _without_masks(args[1]))
-    raise CannotRehearseError(f"the result of {packet} depends on values, which tensors do not have in a rehearsal")
+    raise CannotRehearseError(f"the result of {packet} depends on values, which tensors do not have here: try --device cuda")
 
 
 def _without_masks(indices: Any) -> list[Tensor | None]:

@@ -25,6 +25,8 @@ TIMEOUT_S = 600
 KEPT_BYTES = 16384
 """of a program's output: its end"""
 SHOWN_LINES = 6
+OF_GPU = ("triton", "cuda error", "nvidia driver")
+NEEDS_GPU = "a kernel of the program's own needs a GPU: try --device cuda, on a machine that has one"
 ROOT = str(Path(ultrascale.__file__).resolve().parent.parent)
 CHILD = (sys.executable, "-m", "ultrascale.measure.foreign.child")
 REQUEST, RESULT = "request.json", "result.json"
@@ -67,6 +69,8 @@ def rehearse_foreign(
     if "peak" in found:
         return replace(ForeignRehearsal.of_json(found), seconds=time.perf_counter() - start)
     lines = [] if "refused" in found else tail
+    if request.device == "meta" and any(word in line.lower() for line in lines for word in OF_GPU):
+        lines = [*lines, NEEDS_GPU]
     raise RunError("\n  ".join([_sentence(request, found, code, timeout_s), *lines]))
 
 
