@@ -122,21 +122,20 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The first of each kind first: a run that is ended early has some of all."""
+    """Kinds in turn: a run that is ended early has some of all."""
     found = [Case("8b", recompute, tp=8, dp=8, mbs=2) for recompute in ("none", "op", "2", "full")]
     found += [Case("8b-16", recompute, dp=8) for recompute in ("none", "op", "2", "full")]
     found += [Case(model, recompute, mbs=2) for model in ("1b", "3b") for recompute in ("none", "full")]
-    found += [Case("8b-16", recompute, cp=8, dp=8, seq=65536) for recompute in ("op", "full")]
-    found += [Case("8b", recompute, dp=64) for recompute in ("full", "op")]
-    found += [Case("8b", "op", tp=4, dp=4), Case("8b", "op", tp=2, dp=8), Case("8b", "none", tp=4, dp=4)]
-    found += [Case("8b-16", "op", dp=8, replicas=2), Case("8b-16", "full", dp=8, replicas=2)]
-    found += [Case("8b", recompute, tp=8, dp=8, mbs=2, loss_parallel=False) for recompute in ("op", "full")]
-    found += [Case("8b", recompute, tp=8, dp=8, mbs=2, compiled=False) for recompute in ("none", "full")]
+    found += [Case("8b-16", "op", cp=8, dp=8, seq=65536), Case("moe", "none", dp=8, mbs=2)]
+    found += [Case("moe", "full", dp=8, ep=8, mbs=2), Case("8b-16", "op", dp=8, replicas=2)]
     found += [Case("8b-16", recompute, dp=8, compiled=False) for recompute in ("none", "op", "full")]
-    found += [Case("1b", "none", mbs=2, compiled=False)]
-    found += [Case("moe", recompute, dp=8, mbs=2) for recompute in ("none", "full")]
-    found += [Case("moe", "full", dp=8, mbs=2, compiled=False)]
-    found += [Case("moe", recompute, dp=8, ep=8, mbs=2) for recompute in ("none", "full")]
+    found += [Case("8b", "op", tp=8, dp=8, mbs=2, loss_parallel=False), Case("8b", "full", dp=64)]
+    found += [Case("moe", "full", dp=8, mbs=2), Case("moe", "none", dp=8, ep=8, mbs=2)]
+    found += [Case("1b", "none", mbs=2, compiled=False), Case("moe", "full", dp=8, mbs=2, compiled=False)]
+    found += [Case("8b", "op", tp=4, dp=4), Case("8b", "op", tp=2, dp=8), Case("8b", "none", tp=4, dp=4)]
+    found += [Case("8b-16", "full", cp=8, dp=8, seq=65536), Case("8b-16", "full", dp=8, replicas=2)]
+    found += [Case("8b", recompute, tp=8, dp=8, mbs=2, compiled=False) for recompute in ("none", "full")]
+    found += [Case("8b", "op", dp=64), Case("8b", "full", tp=8, dp=8, mbs=2, loss_parallel=False)]
     return found
 
 
