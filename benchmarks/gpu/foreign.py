@@ -41,7 +41,11 @@ from ultrascale.specs.units import GIB
 STEPS = 8  # on a GPU: four to warm up, three measured; the last, which only counts operators, is not run
 TIMEOUT_S = 200
 CAPACITY_GIB = 130  # of an H200's 139, for all that run at a time
-BESIDE = 1.5, 3  # what a process may need: this multiple of the estimate, and GiB for CUDA's context and compiled code
+KNOWN, UNKNOWN, CONTEXT_GIB = (
+    1.15,
+    1.5,
+    3,
+)  # a process may need: this multiple of a rehearsed peak, or of an estimate; CUDA's own
 
 
 @dataclass(frozen=True)
@@ -179,15 +183,16 @@ def rehearsed(case: Case, folder: Path, device: str, timeout_s: float) -> dict[s
     }  # fmt: skip
 
 
-def run(out: Path, device: str, parallel: int, timeout_s: float, chosen: Sequence[Case]) -> None:
-    known = {line["layout"] for line in lines_of(out) if "peak_bytes" in line} if out.exists() else set()
+def run(out: Path, device: str, parallel: int, timeout_s: float, chosen: Sequence[Case], peaks: dict[str, float]) -> None:
+    """`peaks`: GiB of layouts that were rehearsed before, so that more of them run at a time."""
+    known = peaks_of(out) if out.exists() else {}
     left = [case for case in chosen if case.name not in known]
     room, writing, started = Room(CAPACITY_GIB), threading.Lock(), time.monotonic()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
 
     def one(case: Case) -> None:
-        need = case.estimate_gib() * BESIDE[0] + BESIDE[1] if device == "cuda" else 0.0
-        with room.taken(need):
+        tensors = peaks[case.name] * KNOWN if case.name in peaks else case.estimate_gib() * UNKNOWN
+        with room.taken(tensors + CONTEXT_GIB if device == "cuda" else 0.0):
             line = rehearsed(case, Path(folder), device, timeout_s)
         with writing, out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -197,6 +202,11 @@ def run(out: Path, device: str, parallel: int, timeout_s: float, chosen: Sequenc
     print(f"{len(left)} of {len(chosen)} layouts to rehearse, {parallel} at a time", flush=True)
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder, ThreadPoolExecutor(parallel) as pool:
         list(pool.map(one, left))
+
+
+def peaks_of(file: Path) -> dict[str, float]:
+    """GiB by layout."""
+    return {line["layout"]: line["peak_bytes"] / GIB for line in lines_of(file) if "peak_bytes" in line}
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -243,6 +253,7 @@ def main() -> None:
     parser.add_argument("--out", "-o", type=Path, help="lines of JSON; those of layouts that it has are not run again")
     parser.add_argument("--parallel", type=int, default=4, help="layouts at a time, as far as they fit a GPU together")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a layout")
+    parser.add_argument("--peaks", type=Path, help="a file with known peaks: more layouts run at a time")
     parser.add_argument("--only", default="", help="layouts whose names contain this")
     parser.add_argument("--list", action="store_true", help="names of layouts, with their estimates")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("GPU.JSON", "META.JSON"))
@@ -256,7 +267,8 @@ def main() -> None:
     elif options.out is None:
         sys.exit("--out is missing: name the file for results, such as -o gpu.json")
     else:
-        run(options.out, options.device, options.parallel, options.timeout, chosen)
+        peaks = {} if options.peaks is None else peaks_of(options.peaks)
+        run(options.out, options.device, options.parallel, options.timeout, chosen, peaks)
 
 
 if __name__ == "__main__":

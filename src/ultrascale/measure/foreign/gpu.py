@@ -145,6 +145,11 @@ def empty_block_mask(
     )
 
 
+def histogram(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """In place of torch.histc, which counts whole numbers on a GPU alone."""
+    return input.new_zeros(bins)
+
+
 class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors without memory whose values can be read: numbers are zero, and a mask selects everything.
 
@@ -292,7 +297,7 @@ def answer_for_gpu(local_rank: int, gpus_per_node: int, allocated: Callable[[], 
     pairs: list[tuple[Any, Any]] = [(getattr(torch.cuda, name), _answer(value)) for name, value in answers.items()]
     pairs += [(torch.cuda.Stream, _Stream), (torch.cuda.Event, _Stream)]
     pairs += [(functional.scaled_dot_product_attention, attention)]
-    pairs += [(flex_attention, flexible_attention), (create_block_mask, empty_block_mask)]
+    pairs += [(flex_attention, flexible_attention), (create_block_mask, empty_block_mask), (torch.histc, histogram)]
     replace_everywhere(pairs)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer(lambda: 0))
@@ -355,7 +360,9 @@ def convert_by_replacement() -> None:
             del module._parameters[name]
         inner(module, fn, recurse=False)  # type: ignore[no-untyped-call]
         converted = {name: _converted(one, fn) for name, one in fakes.items()}
-        module._parameters = {name: converted.get(name, module._parameters.get(name)) for name in given}
+        found = {name: converted.get(name, module._parameters.get(name)) for name in given}
+        module._parameters.clear()  # in place: torch.compile's wrapper would hand a new dictionary to the module inside
+        module._parameters.update(found)
         return module
 
     nn.Module._apply = outer  # type: ignore[method-assign]
