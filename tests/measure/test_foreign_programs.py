@@ -140,6 +140,7 @@ with torch.cuda.stream(torch.cuda.Stream()):
     pass
 model = torch.nn.Linear(8, 8).cuda().to(torch.bfloat16)
 optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0).item())
+assert torch.compile(torch.nn.RMSNorm(8)).cuda().to(torch.bfloat16).weight.dtype is torch.bfloat16
 scaler = torch.amp.GradScaler()
 objects = [None] * 16
 dist.all_gather_object(objects, dist.get_rank())
@@ -151,6 +152,7 @@ for _ in DataLoader(torch.zeros(64, 8), batch_size=4, num_workers=2, pin_memory=
     chosen = out[out > 0]
     assert chosen.shape == (32,)
     assert torch.nonzero(out).shape == (32, 2)
+    assert torch.histc(torch.zeros(4, dtype=torch.int64, device="cuda"), bins=3, max=3).dtype is torch.int64
     assert (out.sum().item(), int((out > 0).sum()), bool(out.sum() > 3)) == (0.0, 0, False)
     q = torch.randn(1, 4, 16, 8, device="cuda", requires_grad=True)
     k = torch.randn(1, 2, 16, 8, device="cuda", requires_grad=True)
