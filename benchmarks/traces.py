@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -127,19 +126,23 @@ def main() -> None:
         packed = sum(path.stat().st_size for path in folder.glob("*.gz"))
         page, merged = (Path(temporary) / f"page{end}" for end in (".html", ".perfetto.json.gz"))
         command = [sys.executable, "-m", "ultrascale", "profile", "--trace", str(folder), "-o", str(page)]
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-        busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        peak = after.ru_maxrss / 2**20
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            printed = process.stdout.read() if process.stdout else ""
+            _, status, used = os.wait4(process.pid, 0)  # its readers too
+            process.returncode = os.waitstatus_to_exitcode(status)
+        took = time.perf_counter() - began
+        if process.returncode:
+            raise SystemExit(process.returncode)
         from plotly.offline import get_plotlyjs
 
         data = page.stat().st_size - len(get_plotlyjs().encode())
-        print(done.stdout[-1500:])
+        print(printed[-1500:])
         print(
             f"ultrascale {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores: {given.ranks} traces, "
             f"{size / 1e9:.2f} GB of JSON ({packed / 1e6:,.0f} MB packed), {took:.1f} s "
-            f"({busy:.1f} s of the processor), largest process {peak:.2f} GiB, page "
+            f"({used.ru_utime + used.ru_stime:.1f} s of the processor, load {os.getloadavg()[0]:.1f}), largest process "
+            f"{used.ru_maxrss / 2**20:.2f} GiB, page "
             f"{data / 1e3:,.0f} kB beside Plotly, merged trace {merged.stat().st_size / 1e6:.1f} MB"
         )
 

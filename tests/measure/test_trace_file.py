@@ -34,7 +34,7 @@ def test_every_event_is_read_at_any_chunk_size(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(trace_file, "CHUNK", chunk)
     events = [*kernels(5), {**op('odd "name" } ] \\ \u00e9', 0, 1), "args": {"deep": [[{"}": "]"}], -1.5e3, None, True]}}]
     file = TraceFile(write(tmp_path / name, events, rank=3, deviceProperties=[{"id": 0}], baseTimeNanoseconds=1790857026))
-    assert list(file.events())[1:] == events
+    assert [one for block in file.blocks() for one in block][1:] == events
     assert file.broken is None
     assert file.facts["distributedInfo"]["rank"] == 3
     assert file.facts["traceName"] == name
@@ -51,7 +51,25 @@ def test_an_event_that_ends_with_its_chunk_is_followed_by_others(
     path.write_text(f"[{(',' + ' ' * spaces).join(map(json.dumps, events))}]")
     for chunk in range(1, 80):
         monkeypatch.setattr(trace_file, "CHUNK", chunk)
-        assert list(TraceFile(path).events()) == events
+        assert [one for block in TraceFile(path).blocks() for one in block] == events
+
+
+@pytest.mark.parametrize("odd", ["}, {", "\\ud800", '"', "1" + 30 * "0", "NaN"])
+def test_blocks_that_the_fast_parser_refuses_are_read_event_by_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    """A boundary inside an event or a text, a lone surrogate, and a long integer."""
+    value = odd if odd[0] in "1N" else json.dumps(odd).replace("\\\\ud", "\\ud")
+    each = '{"ph": "X", "name": %d, "args": {"deep": [{"a": 1}, {"b": %s}]}}'
+    text = "[" + ", ".join(each % (place, value) for place in range(200)) + "]"
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    expected = json.dumps(json.loads(text))
+    for chunk in (50, 71, 5000):
+        monkeypatch.setattr(trace_file, "CHUNK", chunk)
+        file = TraceFile(path)
+        assert json.dumps([one for block in file.blocks() for one in block]) == expected
+        assert file.broken is None
 
 
 def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:

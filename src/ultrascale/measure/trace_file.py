@@ -1,4 +1,4 @@
-"""Read PyTorch's traces (Kineto's Chrome format, .json or .json.gz) event by event, since they may be larger than memory.
+"""Read PyTorch's traces (Kineto's Chrome format, .json or .json.gz) in blocks of events, since they may be larger than memory.
 
 A trace that was cut off is read as far as it is complete.
 """
@@ -15,15 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic_core import from_json
+
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import open_regular
 
 CHUNK = 2**20  # bytes read at a time
 MAX_RATIO = 200  # unpacked bytes of a packed one; a trace of torch.profiler on a CPU has 11 to 15, gzip's limit is 1,032
 MAX_UNPACKED_FREE = 64 * 2**20  # unpacked bytes for which no ratio is asked: short files of one repeated line
+TAIL = 2**16  # characters at a block's end in which its last whole event is looked for
 LONGEST = 64 * 2**20  # of one value: what is longer is no event
 _DECODE = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"\s+")
+_BETWEEN = re.compile(r"\}\s*,\s*\{")  # two objects, at the depth of events or inside one
 _COMMA = re.compile(r"\s*,\s*")
 _GZIP = b"\x1f\x8b"
 
@@ -34,7 +38,7 @@ class _BrokenTraceError(Exception):
 
 @dataclass
 class TraceFile:
-    """A trace while it is read: iterate over `events` once, then the other fields are there."""
+    """A trace while it is read: iterate over `blocks` once, then the other fields are there."""
 
     path: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -42,8 +46,8 @@ class TraceFile:
     broken: str | None = None
     """why the trace is cut off, if it is"""
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Every complete event. SpecError for a file that is no trace."""
+    def blocks(self) -> Iterator[list[dict[str, Any]]]:
+        """Every complete event, some thousand at a time. SpecError for a file that is no trace."""
         try:
             yield from self._all(_JSONReader(_pieces(self.path)))
         except _BrokenTraceError as end:
@@ -53,7 +57,7 @@ class TraceFile:
                 f"--trace {self.path} cannot be read ({error.strerror or error}): name a .json or .json.gz file"
             ) from None
 
-    def _all(self, text: _JSONReader) -> Iterator[dict[str, Any]]:
+    def _all(self, text: _JSONReader) -> Iterator[list[dict[str, Any]]]:
         opening = text.peek()
         if opening == "[":  # a bare list of events
             yield from _objects(text)
@@ -126,14 +130,14 @@ def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
             unpacker = zlib.decompressobj(wbits=31)
 
 
-def _objects(text: _JSONReader) -> Iterator[dict[str, Any]]:
+def _objects(text: _JSONReader) -> Iterator[list[dict[str, Any]]]:
     text.take("[")
     while text.peek() != "]":
-        yield from text.whole_objects()
+        yield text.whole_objects()
         if text.peek() not in ",]":
             one = text.value()
             if isinstance(one, dict):
-                yield one
+                yield [one]
         if text.peek() == ",":
             text.take(",")
     text.take("]")
@@ -178,19 +182,33 @@ class _JSONReader:
             self._at = end
             return found
 
-    def whole_objects(self) -> Iterator[dict[str, Any]]:
-        """Objects of a list that are whole in the buffer, with their commas: nearly all, and faster than value()."""
+    def whole_objects(self) -> list[dict[str, Any]]:
+        """Objects of a list that are whole in the buffer: nearly all, and faster than value().
+
+        They are parsed at once, by pydantic's parser. What it does not take, such as a lone surrogate, is parsed one by one.
+        """
         buffer, at = self._buffer, self._at
+        between = [one.start() for one in _BETWEEN.finditer(buffer, max(at, len(buffer) - TAIL))]
+        if between:
+            try:
+                found = from_json(f"[{buffer[at : between[-1] + 1]}]")  # refused if the last one is inside an event
+            except ValueError:
+                pass
+            else:
+                self._buffer, self._at = buffer[between[-1] + 1 :], 0
+                return [one for one in found if isinstance(one, dict)]
+        found = []
         while buffer[at : at + 1] == "{":
             try:
-                found, at = _DECODE(buffer, at)
+                one, at = _DECODE(buffer, at)
             except (ValueError, RecursionError):
                 break
+            found.append(one)
             self._at = at
-            yield found
             if (comma := _COMMA.match(buffer, at)) is None:
                 break
             self._at = at = comma.end()
+        return found
 
     def _broken(self) -> _BrokenTraceError:
         return _BrokenTraceError(f"what begins at character {self._read - len(self._buffer) + self._at:,} is not whole")

@@ -126,6 +126,7 @@ MOST_US = 1e18  # 30,000 years: a clock that counts from 1970 in nanoseconds has
 _DEPTH = 64  # ranges that may begin inside another one before a given time
 
 Thread = tuple[Any, Any]
+NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TraceEvent(NamedTuple):
@@ -135,7 +136,7 @@ class TraceEvent(NamedTuple):
     end: float
     name: str
     thread: Thread
-    facts: Mapping[str, Any] = MappingProxyType({})
+    facts: Mapping[str, Any] = NO_FACTS
     """metadata of collectives and copies"""
     correlation: int | None = None
     """of a kernel: key of its launch"""
@@ -187,9 +188,8 @@ def read(path: Path) -> RankTrace:
     """Read a trace; SpecError where it is none, or has no events with a duration."""
     file = TraceFile(path)
     trace = RankTrace(path)
-    for event in file.events():
-        if event.get("ph") == "X" and isinstance(event.get("name"), str):
-            _add(trace, event)
+    for events in file.blocks():
+        _add(trace, events)
     trace.facts, trace.broken = file.facts, file.broken
     if file.facts.get(MERGED_KEY):
         raise SpecError(f"--trace {path} is a merged trace of all ranks: name the traces that it was made of")
@@ -206,37 +206,41 @@ def read(path: Path) -> RankTrace:
     return trace
 
 
-def _add(trace: RankTrace, event: dict[str, Any]) -> None:
-    if "ts" not in event:
-        return
-    start = _microseconds(trace, event, "ts", least=-MOST_US)  # an event may begin before the clock's zero
-    end = start + _microseconds(trace, event, "dur", least=0.0)
-    trace.events += 1
-    kind = _category(str(event.get("cat", "")))
-    name, thread = intern(event["name"]), (_identifier(event.get("pid")), _identifier(event.get("tid")))
-    facts = event.get("args")
-    if not isinstance(facts, dict):
-        facts = {}
-    if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-        correlation = facts.get("correlation")
-        correlation = correlation if isinstance(correlation, int) else None
-        trace.kernels.append(TraceEvent(start, end, name, thread, _kept(facts), correlation))
-    elif kind.endswith(("_runtime", "_driver")):
-        call = TraceEvent(start, end, name, thread)
-        if isinstance(facts.get("correlation"), int):
-            trace.launches.setdefault(facts["correlation"], call)
-        if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy"):
-            trace.syncs.append(call)
-    elif kind == "user_annotation" or (not kind and STEP.match(name)):
-        (trace.background if name.startswith("gloo:") else trace.ranges).append(TraceEvent(start, end, name, thread))
-    elif kind == "cpu_op":
-        what = _operator(name)
-        if what == "computes":
-            trace.ops[thread].extend((start, end))
-        elif what == "collective":
-            trace.calls.append(TraceEvent(start, end, name, thread, _kept(facts)))
-        elif what == "optimizer":
-            trace.ranges.append(TraceEvent(start, end, name, thread))
+def _add(trace: RankTrace, events: list[dict[str, Any]]) -> None:
+    """A loop with few calls: it takes as long as parsing."""
+    number, new = 0, TraceEvent
+    for event in events:
+        name = event.get("name")
+        if event.get("ph") != "X" or "ts" not in event or not isinstance(name, str):
+            continue
+        start, lasts, pid, tid = event["ts"], event.get("dur", 0), event.get("pid"), event.get("tid")
+        if type(start) is not float or not -MOST_US <= start <= MOST_US:  # an event may begin before the clock's zero
+            start = _microseconds(trace, event, "ts", least=-MOST_US)
+        if type(lasts) not in (float, int) or not 0 <= lasts <= MOST_US:
+            lasts = _microseconds(trace, event, "dur", least=0.0)
+        if type(pid) is not int or type(tid) is not int:
+            pid, tid = _identifier(pid), _identifier(tid)
+        number += 1
+        end, thread, kind = start + lasts, (pid, tid), _category(str(event.get("cat", "")))
+        if kind == "cpu_op":
+            what = _operator(name)
+            if what == "computes":
+                trace.ops[thread].extend((start, end))
+            elif what == "collective":
+                trace.calls.append(new(start, end, intern(name), thread, _kept(event)))
+            elif what == "optimizer":
+                trace.ranges.append(new(start, end, intern(name), thread))
+        elif kind == "device":
+            trace.kernels.append(new(start, end, intern(name), thread, _kept(event), _correlation(event)))
+        elif kind == "host":
+            call, correlation = new(start, end, intern(name), thread), _correlation(event)
+            if correlation is not None:
+                trace.launches.setdefault(correlation, call)
+            if "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy"):
+                trace.syncs.append(call)
+        elif kind == "user_annotation" or (not kind and STEP.match(name)):
+            (trace.background if name.startswith("gloo:") else trace.ranges).append(new(start, end, intern(name), thread))
+    trace.events += number
 
 
 # Names and categories repeat by the ten thousand, and are looked at once.
@@ -251,26 +255,34 @@ def _operator(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _category(given: str) -> str:
-    kind = given.lower()
-    return _OLD.get(kind, kind)
+    """Kineto's category; `device` for kernels, copies and memsets, `host` for calls of the runtime and the driver."""
+    kind = _OLD.get(given.lower(), given.lower())
+    if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+        return "device"
+    return "host" if kind.endswith(("_runtime", "_driver")) else kind
 
 
-def _kept(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: facts[key] for key in _KEPT if key in facts}
+def _correlation(event: dict[str, Any]) -> int | None:
+    facts = event.get("args")
+    found = facts.get("correlation") if isinstance(facts, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _kept(event: dict[str, Any]) -> Mapping[str, Any]:
+    facts = event.get("args")
+    if not isinstance(facts, dict) or _KEPT.isdisjoint(facts):
+        return NO_FACTS
+    return {key: value for key, value in facts.items() if key in _KEPT}
 
 
 def _identifier(value: Any) -> Any:
     """Of a process, thread or stream, as a dictionary key: a file may have lists there."""
-    if type(value) is int:
-        return value  # nearly always
     return value if value is None or isinstance(value, int | str) else str(value)
 
 
 def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: float) -> float:
     """A time of an event; SpecError if it is no number in range."""
     value = event.get(name, 0)
-    if type(value) is float and least <= value <= MOST_US:
-        return value  # nearly always
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST_US:
         raise SpecError(
             f"--trace {trace.path}: {name} of the event {shown(event['name'])} is {shown(value)} but must be a number of "
@@ -279,19 +291,10 @@ def _microseconds(trace: RankTrace, event: dict[str, Any], name: str, least: flo
     return float(value)
 
 
-_KEPT = (
-    "bytes",
-    "Collective name",
-    "Process Group Name",
-    "Process Group Description",
-    "Process Group Ranks",
-    "Group size",
-    "Src Rank",
-    "Dst Rank",
-    "In msg nelems",
-    "Out msg nelems",
-    "dtype",
-)
+_KEPT = frozenset({
+    "bytes", "Collective name", "Process Group Name", "Process Group Description", "Process Group Ranks", "Group size",
+    "Src Rank", "Dst Rank", "In msg nelems", "Out msg nelems", "dtype",
+})  # fmt: skip
 
 
 class EnclosingRanges:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def difference(first: Iterable[Interval], second: Iterable[Interval]) -> Interva
 
 def _combine(keep: Callable[..., Any], *sets: Iterable[Interval]) -> Intervals:
     """The times for which `keep` is true, given which times are inside each set."""
-    arrays = [np.array(list(one), float).reshape(-1, 2) for one in sets]
+    arrays = [np.fromiter(chain.from_iterable(one), float).reshape(-1, 2) for one in sets]
     times = np.unique(np.concatenate(arrays))
     inside = []
     for array_ in arrays:
