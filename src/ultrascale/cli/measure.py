@@ -255,7 +255,11 @@ def profile(
     ] = None,
     trace: Annotated[
         list[Path] | None,
-        typer.Option("--trace", help="Read traces instead of running: files of torch.profiler, of any engine, or folders."),
+        typer.Option(
+            "--trace",
+            help="Read traces instead of running: files of torch.profiler, of any engine, exports of Nsight Systems (.sqlite), "
+            "or folders.",
+        ),
     ] = None,
     against: Annotated[
         list[Path] | None, typer.Option("--against", help="With --trace: traces of another run to compare with.")

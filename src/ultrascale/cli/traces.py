@@ -23,9 +23,10 @@ ONE_OF = "profile takes a plan to run, or --trace: try `ultrascale profile plan.
 def all_named(traces: list[Path], words: list[str]) -> list[Path]:
     """With the files that a shell puts behind `--trace rank*.json.gz`: all but the first are words of their own."""
     from ultrascale.measure.trace_analysis import SUFFIXES
+    from ultrascale.measure.trace_nsight import REPORT
 
     more = [Path(word) for word in words]
-    if any(not path.name.endswith(SUFFIXES) and not path.is_dir() for path in more):
+    if any(not path.name.endswith((*SUFFIXES, REPORT)) and not path.is_dir() for path in more):
         raise SpecError(ONE_OF)
     return [*traces, *more]
 

@@ -10,6 +10,7 @@ from statistics import mean
 
 from ultrascale.measure import trace_rank, trace_times
 from ultrascale.measure.compare import ComparedTerm
+from ultrascale.measure.trace_nsight import REPORT, SUFFIX, export_command
 from ultrascale.measure.trace_steps import UNMARKED
 from ultrascale.measure.trace_times import Bubble, RankTime, bubble
 from ultrascale.specs.errors import SpecError
@@ -191,7 +192,7 @@ def _bubble(found: Bubble, predicted: float | None) -> str:
     return f"{sentence}: try more micro-batches (layout.gas), or a schedule with a smaller bubble"
 
 
-SUFFIXES = (".json", ".json.gz")
+SUFFIXES = (".json", ".json.gz", SUFFIX)
 MERGED = ".perfetto.json.gz"
 """ending of a merged trace, which a folder of traces may hold too"""
 
@@ -226,9 +227,18 @@ def files(given: Sequence[Path]) -> list[Path]:
         inside = [path]
         if folder.is_dir():
             inside = [one for one in sorted(folder.iterdir()) if one.name.endswith(SUFFIXES) and not one.name.endswith(MERGED)]
+            inside = inside or [one for one in folder.iterdir() if one.suffix == REPORT]
         if not inside:
             raise SpecError(f"--trace {path} is a folder without traces: give one with .json or .json.gz files, such as runs/x")
         found += inside
+    for report in (one for one in found if one.suffix == REPORT):
+        raise SpecError(f"--trace {report} is a report of Nsight Systems: export it first, `{export_command(report)}`")
+    one_of_each = {path.suffix == SUFFIX: path for path in found}
+    if len(one_of_each) > 1:
+        raise SpecError(
+            f"--trace names {one_of_each[True]}, an export of Nsight Systems, and {one_of_each[False]}, of torch.profiler: "
+            "name those of one tool"
+        )
     return found
 
 
@@ -252,11 +262,13 @@ def analyse(ranks: Sequence[RankTime], plan: Plan | None = None, problems: Seque
 
 def _notes(ranks: Sequence[RankTime]) -> Iterator[str]:
     for one in ranks:
+        yield from one.notes
         if one.broken is not None:
             yield f"{one.file} was cut off ({one.broken}): what is told of it is of the {one.events:,} events before that"
     unmarked = [one for one in ranks if len(one.steps) == 1 and one.steps[0].name == UNMARKED]
     if unmarked:
-        yield f"{unmarked[0].file} marks no steps (ProfilerStep): the whole trace is taken for one"
+        marks = "NVTX ranges such as `step 3`" if unmarked[0].file.endswith(SUFFIX) else "ProfilerStep"
+        yield f"{unmarked[0].file} marks no steps ({marks}): the whole trace is taken for one"
 
 
 def _plan_notes(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:

@@ -45,6 +45,7 @@ class TraceFile:
     """metadata: rank, process groups, devices"""
     broken: str | None = None
     """why the trace is cut off, if it is"""
+    notes: tuple[str, ...] = ()
 
     def blocks(self) -> Iterator[list[dict[str, Any]]]:
         """Every complete event, some thousand at a time. SpecError for a file that is no trace."""

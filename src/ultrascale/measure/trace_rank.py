@@ -17,6 +17,7 @@ from sys import intern
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ultrascale.measure import trace_nsight
 from ultrascale.measure.trace_file import TraceFile
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
@@ -148,6 +149,7 @@ class RankTrace:
     rank: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     broken: str | None = None
+    notes: tuple[str, ...] = ()
     events: int = 0
     kernels: list[TraceEvent] = field(default_factory=list)
     """copies and memsets too"""
@@ -186,11 +188,11 @@ class RankTrace:
 
 def read(path: Path) -> RankTrace:
     """Read a trace; SpecError where it is none, or has no events with a duration."""
-    file = TraceFile(path)
+    file = trace_nsight.NsightFile(path) if path.suffix == trace_nsight.SUFFIX else TraceFile(path)
     trace = RankTrace(path)
     for events in file.blocks():
         _add(trace, events)
-    trace.facts, trace.broken = file.facts, file.broken
+    trace.facts, trace.broken, trace.notes = file.facts, file.broken, tuple(file.notes)
     if file.facts.get(MERGED_KEY):
         raise SpecError(f"--trace {path} is a merged trace of all ranks: name the traces that it was made of")
     distributed = file.facts.get("distributedInfo")

@@ -207,6 +207,7 @@ class RankTime:
     copies: HostCopies | None
     run: dict[str, Any] | None = None
     """our engine's metadata of the run"""
+    notes: tuple[str, ...] = ()
 
     def mean(self, *fields: str) -> float:
         """Of these fields of a StepTime, added up, over the steps."""
@@ -232,6 +233,7 @@ def analyse(trace: RankTrace, intervals: StepIntervals | None = None) -> RankTim
         launches=launches(trace, inside) if trace.on_gpu else None,
         copies=copies(trace, inside) if trace.on_gpu else None,
         run=trace.ours,
+        notes=trace.notes,
     )
 
 
