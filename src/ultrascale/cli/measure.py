@@ -267,7 +267,8 @@ def profile(
     flight_recorder: Annotated[
         list[Path] | None,
         typer.Option(
-            "--flight-recorder", help="Read dumps of torch's flight recorder: which rank did not join which collective."
+            "--flight-recorder",
+            help="Read dumps of torch's flight recorder, or the output of ncclras: which rank did not join which collective.",
         ),
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="With --trace: the plan to compare with.")] = None,

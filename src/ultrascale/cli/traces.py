@@ -1,4 +1,4 @@
-"""What `profile` does with files that exist: traces of one rank or of all, two runs compared, and flight-recorder dumps."""
+"""What `profile` does with files that exist: traces of one rank or of all, two runs compared, dumps of a job that hangs."""
 
 from __future__ import annotations
 
@@ -113,11 +113,12 @@ def _compare(first: list[Path], second: list[Path], json_file: Path | None) -> N
 
 
 def read_dumps(dumps: list[Path], json_file: Path | None) -> None:
-    from ultrascale.measure import flight_recorder
+    from ultrascale.measure import flight_recorder, nccl_ras
     from ultrascale.show import flight_recorder as show
 
     with progress() as say:
-        found = flight_recorder.analyse(*flight_recorder.read(dumps, say))
+        found = nccl_ras.read(dumps[0]) if len(dumps) == 1 and dumps[0].is_file() else None
+        found = found or flight_recorder.analyse(*flight_recorder.read(dumps, say))
     show.show(terminal(), found)
     write_json(json_file, show.as_json(found))
     if found.problems:

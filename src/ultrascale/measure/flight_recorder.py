@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultrascale.measure.trace_rank import kind_of
+from ultrascale.measure.trace_rank import kind_of, rank_list
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_bytes, reason_of
 from ultrascale.specs.validate import shown
@@ -25,6 +25,7 @@ MAX_DUMPS = 1024
 MAX_DUMP_BYTES = 256 * 2**20
 SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 """kinds whose sizes are equal on all ranks"""
+_RAS = re.compile(rb'\s*(?:(?:SERVER PROTOCOL \d+|OK)\s*\n)*(?:NCCL version \d|\{\s*"nccl_version")')
 _MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
 
 
@@ -91,7 +92,7 @@ class Problem:
     sequence: int
     kind: str
     what: str
-    """missing, mismatch or message"""
+    """missing, mismatch or message; late or error where RAS was read"""
     culprits: tuple[int, ...]
     sentence: str
 
@@ -103,6 +104,8 @@ class DumpAnalysis:
     groups: int
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    nccl: str | None = None
+    """version of the NCCL whose RAS was read, instead of dumps: then `groups` are communicators"""
 
 
 def read(given: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> tuple[list[RankDump], list[str]]:
@@ -134,11 +137,16 @@ def read(given: Sequence[Path], say: Callable[[str], None] = lambda _: None) -> 
     return [found[rank] for rank in sorted(found)], broken
 
 
+def is_ras(raw: bytes) -> bool:
+    """Whether a file is output of NCCL's RAS, which nccl_ras.py reads."""
+    return _RAS.match(raw[:4096]) is not None
+
+
 def _dump(path: Path) -> RankDump:
+    data = _loaded(path)
     numbers = re.findall(r"\d+", path.name.removesuffix(".json").removesuffix(".pickle"))
     if not numbers:
         raise SpecError(f"--flight-recorder {path} does not end in its rank: name it as torch does, such as nccl_trace_rank_0")
-    data = _loaded(path)
     entries = data.get("entries")
     if not isinstance(entries, list):
         raise SpecError(f"--flight-recorder {path} is no dump (it has no entries): give what torch's flight recorder wrote")
@@ -173,12 +181,14 @@ def _loaded(path: Path) -> dict[str, Any]:
         raw = read_bytes(path, MAX_DUMP_BYTES)
     except OSError as error:
         raise SpecError(f"--flight-recorder {path} {reason_of(error)}: give a folder of dumps") from None
+    if is_ras(raw):
+        raise SpecError(f"--flight-recorder {path} is output of ncclras, which is no dump of one rank: name it alone")
     try:
         data = json.loads(raw) if raw.lstrip()[:1] == b"{" else _PlainUnpickler(io.BytesIO(raw)).load()
     except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, RecursionError, AttributeError):
         raise _BrokenDumpError(
             f"--flight-recorder {path} is no dump, or is cut off: give JSON, or a pickle of plain values, as torch's flight "
-            "recorder writes them"
+            "recorder writes them, or the output of ncclras"
         ) from None
     if not isinstance(data, dict):
         raise SpecError(f"--flight-recorder {path} is no dump (it is {shown(data)}): give what torch's flight recorder wrote")
@@ -269,11 +279,6 @@ def _words(name: str, members: Sequence[int], ranks: dict[int, RankDump]) -> str
     return f"group {both} of {len(members):,} ranks"
 
 
-def _list(numbers: Sequence[int]) -> str:
-    few = ", ".join(map(str, numbers[:8]))
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {few}{f' and {len(numbers) - 8:,} more' if len(numbers) > 8 else ''}"
-
-
 def _collectives(groups: dict[tuple[str, tuple[int, ...]], None], ranks: dict[int, RankDump]) -> Iterator[Problem]:
     """The first of each group that ranks did not join, or in which they differ."""
     for name, members in groups:
@@ -293,7 +298,7 @@ def _collectives(groups: dict[tuple[str, tuple[int, ...]], None], ranks: dict[in
         what = f"{kind} {sequence:,}" + (f" ({one.sizes}, called at {one.where})" if one is not None and one.where else "")
         yield Problem(
             name, len(members), sequence, kind, "missing", tuple(absent),
-            f"{_list(absent)} did not join {what} of {_words(name, members, ranks)}, in which {_list(joined)} "
+            f"{rank_list(absent)} did not join {what} of {_words(name, members, ranks)}, in which {rank_list(joined)} "
             f"{'waits' if len(joined) == 1 else 'wait'}: {_instead(absent[0], ranks)}",
         )  # fmt: skip
 
@@ -327,7 +332,7 @@ def _mismatch(name: str, members: Sequence[int], known: Sequence[int], ranks: di
                 kind = found[most[0]].kind
                 return Problem(
                     name, len(members), sequence, kind, "mismatch", tuple(wrong),
-                    f"{_list(wrong)} {'has' if len(wrong) == 1 else 'have'} {others[0][0]} and {_list(most)} "
+                    f"{rank_list(wrong)} {'has' if len(wrong) == 1 else 'have'} {others[0][0]} and {rank_list(most)} "
                     f"{'has' if len(most) == 1 else 'have'} {usual} in collective {sequence:,} ({kind}) of "
                     f"{_words(name, members, ranks)}, called at {found[wrong[0]].where or 'an unknown place'}",
                 )  # fmt: skip
@@ -357,7 +362,7 @@ def _notes(groups: dict[tuple[str, tuple[int, ...]], None], ranks: dict[int, Ran
     everyone = {rank for _, members in groups for rank in members}
     missing = sorted(everyone - set(ranks))
     if missing:
-        yield f"{_list(missing)} {'has' if len(missing) == 1 else 'have'} no dump here: what they joined is not known"
+        yield f"{rank_list(missing)} {'has' if len(missing) == 1 else 'have'} no dump here: what they joined is not known"
     for name, members in groups:
         known = [rank for rank in members if rank in ranks]
         last = {ranks[rank].enqueued.get(name, 0) for rank in known}
@@ -367,8 +372,8 @@ def _notes(groups: dict[tuple[str, tuple[int, ...]], None], ranks: dict[int, Ran
             if open_:
                 yield (
                     f"all ranks joined collective {sequence:,} of {_words(name, members, ranks)}, and it has not ended on "
-                    f"{_list(open_)}: the transfer hung, or the dump was made in it"
+                    f"{rank_list(open_)}: the transfer hung, or the dump was made in it"
                 )
     cut = [one.rank for one in ranks.values() if not one.whole]
     if cut:
-        yield f"the buffers of {_list(cut)} have lost their first entries: what came before is not compared"
+        yield f"the buffers of {rank_list(cut)} have lost their first entries: what came before is not compared"

@@ -24,6 +24,7 @@ from ultrascale.measure.trace_analysis import ADVICE, MIN_STEP_FRACTION, files
 from ultrascale.measure.trace_clocks import Clock, align, match
 from ultrascale.measure.trace_groups import CommLabel
 from ultrascale.measure.trace_path import CriticalPath, critical_paths
+from ultrascale.measure.trace_rank import rank_list
 from ultrascale.measure.trace_stragglers import SlowGroup, Straggler, Waits, waits
 from ultrascale.measure.trace_summary import RankSummary, summarise
 from ultrascale.specs.errors import RunError, SpecError
@@ -279,7 +280,7 @@ def _notes(ranks: Sequence[RankSummary], clocks: Sequence[Clock], steps: list[st
     missing = [rank for rank in range(min(world, 10**6)) if rank not in known]
     if missing:
         yield (
-            f"{_numbers(missing)} of {world:,} {'is' if len(missing) == 1 else 'are'} missing: what they delay is counted "
+            f"{rank_list(missing)} of {world:,} {'is' if len(missing) == 1 else 'are'} missing: what they delay is counted "
             "for the ranks that are here"
         )
     lost = [one.rank for one, clock in zip(ranks[1:], clocks[1:], strict=True) if not clock.collectives]
@@ -289,14 +290,9 @@ def _notes(ranks: Sequence[RankSummary], clocks: Sequence[Clock], steps: list[st
             "called late"
         )
     elif lost:
-        yield f"{_numbers(lost)} share no collective with the others: their machines' own clocks are used"
+        yield f"{rank_list(lost)} share no collective with the others: their machines' own clocks are used"
     if any(len(one.steps) > len(steps) for one in ranks):
         yield f"only {_span(steps)} {'is' if len(steps) == 1 else 'are'} in the traces of all ranks, and counted"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{f' and {len(ranks) - 8:,} more' if len(ranks) > 8 else ''}"
 
 
 _CAUSES = {
@@ -344,7 +340,7 @@ def _findings(job: JobAnalysis) -> Iterator[str]:
     for slow in job.slow_groups[:3]:
         if slow.transfer_s - slow.usual_s >= MIN_STEP_FRACTION * step:
             yield (
-                f"Link: {axis(slow.label)} of {_numbers(slow.ranks)} transfers for {seconds(slow.transfer_s)} a step after "
+                f"Link: {axis(slow.label)} of {rank_list(slow.ranks)} transfers for {seconds(slow.transfer_s)} a step after "
                 f"the last arrival, other groups for {seconds(slow.usual_s)}: look at the links between these ranks"
             )
     for one in sorted(job.axes, key=lambda one: -one.exposed_s)[:3]:

@@ -9,7 +9,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -115,6 +115,12 @@ def message_bytes(facts: Mapping[str, Any]) -> int | None:
     numbers = [count for count in counts if isinstance(count, int)]
     size = _SIZES.get(str(facts.get("dtype", "")).lower(), 1)
     return max(numbers) * size if numbers else None
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 2`; eight at most are listed."""
+    few = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{f' and {len(ranks) - 8:,} more' if len(ranks) > 8 else ''}"
 
 
 OURS = "ultrascale"

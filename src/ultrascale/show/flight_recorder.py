@@ -12,13 +12,16 @@ from ultrascale.show.lines import attributes, bullets, count_of, notes
 
 def show(console: Console, found: DumpAnalysis) -> None:
     read = f"{count_of(found.ranks, 'dump')}: {count_of(found.collectives, 'collective')} of {count_of(found.groups, 'group')}"
+    fine = "all ranks joined the same ones"
+    if found.nccl is not None:
+        read, fine = f"NCCL {found.nccl}: {count_of(found.groups, 'communicator')}", "no rank is missing, late or in error"
     if found.problems:
         console.print(f"{read}, {count_of(len(found.problems), 'problem')}")
         bullets(console, (f"{one.sentence[0].upper()}{one.sentence[1:]}" for one in found.problems))
     else:
-        console.print(f"{read}: all ranks joined the same ones")
+        console.print(f"{read}: {fine}")
     notes(console, found.notes)
 
 
 def as_json(found: DumpAnalysis) -> dict[str, Any]:
-    return attributes(found, "ranks", "collectives", "groups", "problems", "notes")
+    return attributes(found, "ranks", "collectives", "groups", "problems", "notes", "nccl")
