@@ -39,6 +39,8 @@ READERS: dict[str, list[str]] = {
     "ds_config.json": ["import", "ds_config.json", "--model=tiny", "--seq=128"],
     "trace.json": ["profile", "--trace", "trace.json"],
     "trace.json.gz": ["profile", "--trace", "trace.json.gz"],
+    "trace.sqlite": ["profile", "--trace", "trace.sqlite"],
+    "ras1.txt": ["profile", "--flight-recorder", "ras1.txt"],
     "a.bin": ["data", "info", "a.bin"],
     "text.jsonl": ["data", "tokenize", "text.jsonl", "-o", "out"],
     "text.jsonl.gz": ["data", "tokenize", "text.jsonl.gz", "-o", "out"],
