@@ -100,9 +100,9 @@ def test_what_tensor_parallel_ranks_send_by_hand() -> None:
 def test_zero_gathers_and_scatters_by_hand() -> None:
     one = rehearse_rank(*job_and_layout({"dp": 2, "zero": 3, "gas": 8}), rank=1)
     layer, ends = 2 * (64 * 192 + 3 * 64 * 192 + 2 * 64), 2 * (2 * 256 * 64 + 64)  # bytes in bf16
-    assert calls(one, "zero")["all_gather", "forward"] == (8 * 5, 8 * (4 * layer + ends) // 2)
+    assert calls(one, "zero")["all_gather", "forward"] == (8 * 6, 8 * (4 * layer + ends) // 2)
     assert calls(one, "zero")["all_gather", "backward"] == (8 * 4, 8 * 4 * layer // 2)
-    assert calls(one, "zero")["reduce_scatter", "backward"] == (8 * 5, 8 * 2 * (4 * layer + ends) // 2)
+    assert calls(one, "zero")["reduce_scatter", "backward"] == (8 * 6, 8 * 2 * (4 * layer + ends) // 2)
     assert one.microbatches == 3
 
 

@@ -158,7 +158,7 @@ def _fsdp(rank: int, nproc: int) -> None:
     model.unshard()  # type: ignore[operator]
     for parameter in private.fsdp_gathered_parameters(model):
         parameter.grad = torch.full_like(parameter, float(rank))
-    private.fsdp_post_backward(model)
+    private.fsdp_post_backward(model, [])
     for group in groups:
         (parameter,) = group.fsdp_params
         gradient = parameter.sharded_param.grad.to_local()

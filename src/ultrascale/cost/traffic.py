@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -305,6 +306,16 @@ def _data(stage: Stage) -> Calls:
         yield expert_reduce, 1
 
 
+def _embedding_gathers(layout: Layout) -> int:
+    """In every forward or, where parameters stay gathered until a backward, in each that follows one."""
+    if layout.pp == 1 or not layout.keep_gathered:
+        return layout.gas
+    schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
+    kinds = [action.kind for action in schedule.actions[schedule.rank_of(0)] if action.stage == 0]
+    kinds = [kind for kind in kinds if kind is not ActionKind.W]
+    return 1 + sum(kind is ActionKind.F and before is not ActionKind.F for before, kind in pairwise(kinds))
+
+
 def _zero(stage: Stage) -> Calls:
     job, layout, params = stage.job, stage.layout, stage.params
     narrow = fp8_on_rank(job, stage.row, stage.share)
@@ -313,14 +324,22 @@ def _zero(stage: Stage) -> Calls:
     scatters = 1 if layout.zero == 1 else layout.gas
     if layout.shards > 1:
         if job.framework.states == "fp32" and layout.zero == 3:
-            # FSDP keeps the root of its modules, here embedding, head and final norm, gathered from forward to backward.
-            layers, ends = (
-                communication.zero_traffic(stage.work, elements, params.experts, in_fp8).gather
-                for elements, in_fp8 in ((params.trunk - params.ends, narrow.elements), (params.ends, 0.0))
+            # The head stays gathered from forward to backward, which does not need the embedding.
+            elements = stage.share.embedding * states.on_tp_rank(
+                weights.embedding(job.model), job.model, stage.row, stage.shards
             )
+            embedding = np.where(job.model.tied_embeddings & (layout.pp == 1), 0.0, elements)
+            layers, head, alone = (
+                communication.zero_traffic(stage.work, elements, params.experts, in_fp8).gather
+                for elements, in_fp8 in (
+                    (params.trunk - params.ends, narrow.elements), (params.ends - embedding, 0.0), (embedding, 0.0)
+                )
+            )  # fmt: skip
             yield layers, gathers
-            if stage.embedding or stage.head:
-                yield ends, layout.gas
+            if stage.head:
+                yield head, layout.gas
+            if stage.embedding and embedding[0]:
+                yield alone, _embedding_gathers(layout)
         else:
             yield moved.gather, gathers
         if narrow.scales[0]:

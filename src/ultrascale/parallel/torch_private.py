@@ -156,10 +156,7 @@ def step_microbatches(
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups of a root module: their shards, gathered parameters and unreduced gradients."""
     for state in _fsdp_state(module)._state_ctx.all_states:
-        if hasattr(state, "_fsdp_param_groups"):
-            yield from state._fsdp_param_groups
-        elif state._fsdp_param_group is not None:  # torch 2.11
-            yield state._fsdp_param_group
+        yield from _state_groups(state)
 
 
 def fsdp_begin_step(module: nn.Module) -> None:
@@ -206,9 +203,7 @@ def fsdp_gather_joined(module: nn.Module, weights: Sequence[nn.Parameter], dtype
 
     It copies gathered weights to tensors that it allocates in the first gather unless they exist. `dtype`: the gathered one.
     """
-    state = _fsdp_state(module)
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    found = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
+    found = {id(one.sharded_param): one for group in _fsdp_groups(module) for one in group.fsdp_params}
     sizes = [weight.numel() for weight in weights]
     whole = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device)
     storage, size = whole.untyped_storage(), whole.nbytes
@@ -226,11 +221,36 @@ def fsdp_gather_joined(module: nn.Module, weights: Sequence[nn.Parameter], dtype
     resize(0)
 
 
-def fsdp_post_backward(module: nn.Module) -> None:
-    """FSDP2's post-backward for gradients computed outside a backward; torch's pipelines call the same functions."""
-    for group in fsdp_param_groups(module):
+def fsdp_post_backward(module: nn.Module, first: Sequence[nn.Module]) -> None:
+    """FSDP2's post-backward for gradients computed outside a backward; torch's pipelines call the same functions.
+
+    Submodules of their own groups come `first`: FSDP2 keeps the input of the last reduce-scatter until the next.
+    """
+    groups = [group for one in first for group in _fsdp_groups(one)]
+    groups += [group for group in fsdp_param_groups(module) if group not in groups]
+    for group in groups:
         group.post_backward()
     _fsdp_state(module)._root_post_backward_final_callback()
+
+
+def fsdp_free_all_gather(module: nn.Module) -> None:
+    """Frees the buffer of the last all-gather, whose weights were copied out: FSDP2 keeps it until the next all-gather."""
+    context = _fsdp_state(module)._comm_ctx
+    if context.all_gather_state is not None:
+        for group in _fsdp_groups(module):
+            group._wait_all_gather_streams_on_event(context.all_gather_state.event)
+        context.all_gather_state = None
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """The parameter groups of one module, without its submodules'."""
+    return _state_groups(_fsdp_state(module))
+
+
+def _state_groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def _post_forward_order(module: nn.Module) -> list[Any]:

@@ -50,11 +50,18 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
         expert_options = {**options, "mesh": _device_mesh(mesh, mesh.expert_shard)}
         for mlp in model.moe_layers().values():
             fully_shard(mlp.experts, reshard_after_forward=reshard, **expert_options)
-    blocks = [fully_shard(block, reshard_after_forward=reshard, **options) for block in model.each_block()]
-    # Embedding and head stay gathered: backward needs the head immediately, and forward the embedding.
-    fully_shard(model, reshard_after_forward=False, **options)
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
+    groups: list[FSDPModule] = [fully_shard(block, reshard_after_forward=reshard, **options) for block in model.each_block()]
+    if not (model.model.tied_embeddings and model.embed is not None and model.head is not None):
+        if model.embed is not None:
+            embed = fully_shard(model.embed, reshard_after_forward=reshard, **options)
+            embed.set_unshard_in_backward(False)  # which does not need its weight
+            groups.insert(0, embed)
+        if model.head is not None:  # stays gathered: backward begins with it
+            groups.append(fully_shard(model.head, reshard_after_forward=False, **options))
+            model.head.register_forward_pre_hook(lambda head, _: torch_private.fsdp_free_all_gather(head))
+    fully_shard(model, reshard_after_forward=False, **options)  # a tied embedding is in the root's group
+    for group, following in pairwise(groups):
+        group.set_modules_to_forward_prefetch([following])
 
 
 def gather_joined(model: Transformer, ranks: int, compute: torch.dtype) -> None:
@@ -125,6 +132,9 @@ class FSDPGrads(GradientReducer):
         super().__init__(module)
         assert isinstance(module, FSDPModule)
         self.fsdp: FSDPModule = module
+        self.ends: list[nn.Module] = [
+            one for one in (module.embed, module.head) if one is not None and isinstance(one, FSDPModule)
+        ]
         self.gather_again = mesh.layout.zero == 3
         self.every_microbatch = every_microbatch or mesh.layout.zero >= 2
         self.all_reduce_at_step_end = not every_microbatch
@@ -155,7 +165,7 @@ class FSDPGrads(GradientReducer):
             # A reduce-scatter covers only weights that have gradients, not always all: partial sums of different weights cannot
             # be all-reduced together later.
             self.fsdp.set_requires_all_reduce(True)
-            torch_private.fsdp_post_backward(self.module)
+            torch_private.fsdp_post_backward(self.module, self.ends)
 
     def reshard(self) -> None:
         for group in torch_private.fsdp_param_groups(self.module):

@@ -26,6 +26,7 @@ EXPERT_LAYER = 5 * R + R // 2 + 4 * 8 * 1024 + 4 * 1024 * 512 + 4 * 1024 * 8 + 2
 ANGLES = 2 * 2 * 1024 * 64
 WEIGHTS = 2 * 512 * 512 + 2 * 128 * 512 + 3 * 512 * 1536 + 2 * 512
 ENDS = 2 * 4096 * 512 + 512
+HEAD = 4096 * 512 + 512
 LOGITS = 1024 * 4096
 SHAPE: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 4096}
 SMALL = Model(name="small", kv_heads=2, ffn=1536, **SHAPE)
@@ -80,32 +81,31 @@ def test_zero_2_at_the_gate() -> None:
     assert memory.buffers == 4 * 4096 * 512 + 2 * 512 * 1536
 
 
-def test_zero_3_gathers_two_layers_and_the_embedding() -> None:
+def test_zero_3_gathers_two_layers_in_backward() -> None:
     memory = predict(Layout(pp=2, dp=2, gas=4, zero=3))
-    assert memory.buffers == 4 * 4096 * 512 + 2 * 512 * 1536 + 2 * (2 * WEIGHTS + 4096 * 512)
+    assert memory.buffers == 4 * 4096 * 512 + 2 * 512 * 1536 + 2 * (2 * WEIGHTS)
 
 
 def test_one_micro_batch_has_no_gradients_at_its_loss() -> None:
-    """ZeRO-3: embedding, head and norm are gathered, and the layer that backward begins with; gradients do not exist yet."""
+    """ZeRO-3: head and norm are gathered, and the layer that backward begins with; gradients do not exist yet."""
     memory = predict(Layout(dp=2, zero=3))
     assert memory.gradients == 0
-    assert memory.buffers == 2 * (ENDS + WEIGHTS)
+    assert memory.buffers == 2 * (HEAD + WEIGHTS)
     again = predict(Layout(dp=2, zero=3, gas=2))
     assert again.gradients == pytest.approx(4 * (4 * WEIGHTS + ENDS) / 2)
-    assert again.buffers == 2 * (ENDS + WEIGHTS) + 4 * ENDS  # and what was scattered last
+    assert again.buffers == 2 * (HEAD + WEIGHTS) + 4 * 4096 * 512  # and what was scattered last: the embedding's
 
 
 def test_gradients_larger_than_activations() -> None:
-    """Full recomputation, one micro-batch over 2: after two layers their gradients are live, and activations of two layers.
+    """Full recomputation, one micro-batch over 2: after two layers theirs and the head's are live, and activations of two.
 
-    At the gate of the third: one recomputed layer, gradients of the head (bf16, whole) and of the last matmul, two layers and
-    the ends gathered, one layer's gradients in the reduce-scatter.
+    At the gate of the third: one recomputed layer, gradients of the last matmul, two layers gathered, one layer's gradients in
+    the reduce-scatter.
     """
     memory = predict(Layout(dp=2, zero=3, recompute="full"))
-    assert memory.gradients == pytest.approx(2 * 4 * WEIGHTS / 2)
+    assert memory.gradients == pytest.approx((2 * 4 * WEIGHTS + 4 * HEAD) / 2)
     assert memory.activations == pytest.approx(4 * R / 2 + ANGLES + (LAYER - R) + R + 3 * W)
-    fresh = 2 * 512 * 1536 + 2 * 4096 * 512
-    assert memory.buffers == pytest.approx(fresh + 2 * (2 * WEIGHTS + ENDS) + 4 * WEIGHTS)
+    assert memory.buffers == pytest.approx(2 * 512 * 1536 + 2 * 2 * WEIGHTS + 4 * WEIGHTS)
 
 
 def test_a_split_backward_keeps_the_activation_and_gathered_gradients() -> None:
@@ -205,11 +205,11 @@ def test_expert_forward_with_the_last_gather_buffer() -> None:
 
 
 def test_every_chunk_keeps_its_last_reduce_scatter_buffer() -> None:
-    """Interleaved: embedding and head of the chunks that have them, a layer of the others; and the gradient sent last. Where
-    reduce-scatters follow deferred weight gradients, the last layer of every chunk.
+    """Interleaved: a layer of each chunk, or the embedding, and the gradient sent last. Where reduce-scatters follow deferred
+    weight gradients, the last layer of every chunk.
     """
     looped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="interleaved", virtual_stages=2), stage=1)
-    assert looped.buffers == 4 * (4096 * 512 + 512) + 4 * WEIGHTS + R
+    assert looped.buffers == 2 * 4 * WEIGHTS + R
     v_shaped = predict(Layout(pp=2, dp=2, gas=4, zero=2, schedule="zb-v", virtual_stages=2))
     assert v_shaped.buffers == 2 * 4 * WEIGHTS + R
 

@@ -353,16 +353,39 @@ class ChunkMemory:
         return np.asarray(np.maximum(0, np.minimum(2, left) - in_bf16) * self.fp8_block)
 
     @cached_property
+    def tied_group(self) -> Array:
+        """Elements of an embedding that is tied to the head beside it, FSDP's root group, with the final norm."""
+        tied = (self.share.embedding == 1) & (self.share.head == 1) & self.job.model.tied_embeddings
+        return np.where(tied, self.own.ends, 0.0)
+
+    @cached_property
+    def embedding_group(self) -> Array:
+        """Elements of an embedding that is a group of its own: in ZeRO-3 freed after forward, and backward needs it not."""
+        own = states.on_tp_rank(weights.embedding(self.job.model), self.job.model, self.columns, self.shards)
+        return np.where(self.tied_group > 0, 0.0, self.share.embedding * own)
+
+    @cached_property
+    def head_group(self) -> Array:
+        """Elements of a head that is a group of its own: gathered until its backward ends."""
+        return np.asarray(self.own.ends - self.tied_group - self.embedding_group)
+
+    @cached_property
+    def last_ends(self) -> Array:
+        """Elements of embedding, or of embedding and head, whose gradients are the last of a whole backward."""
+        return np.asarray(self.tied_group + self.embedding_group)
+
+    @cached_property
     def unsharded_ends(self) -> Array:
-        """Embedding and head, which ZeRO-3 gathers in a forward and frees in the next backward of the chunk."""
-        return self.unsharded(self.own.ends, 0.0 * self.own.ends)
+        """The head, which ZeRO-3 gathers in a forward and frees in the next backward of the chunk."""
+        return self.unsharded(self.tied_group + self.head_group, 0.0 * self.own.ends)
 
     @cached_property
     def unsharded_between_layers(self) -> Array:
-        """Embedding and head, gathered through a micro-batch, and the chunk's last layer."""
+        """The head, and the chunk's last layer."""
         share = self.share
         in_bf16 = (share.head == 1) | ((share.embedding == 1) & (share.layers == 1))
-        return self.unsharded(self.own.ends + self.rank_params.block, np.where(in_bf16, 0.0, self.fp8_block))
+        elements = self.tied_group + self.head_group + self.rank_params.block
+        return self.unsharded(elements, np.where(in_bf16, 0.0, self.fp8_block))
 
     @cached_property
     def last_all_gather(self) -> Array:
@@ -383,18 +406,20 @@ class ChunkMemory:
 
     @cached_property
     def reduce_scatter_input(self) -> Array:
-        """Input of the chunk's last reduce-scatter, which FSDP keeps until the next: embedding and head where the chunk has
-        them, else its first layer; where a split backward reduce-scatters after the weight gradients, its last group.
+        """Input of the chunk's last reduce-scatter, which FSDP keeps until the next: the embedding where the chunk has it, else
+        its first layer; where a split backward reduce-scatters after the weight gradients, its last group.
         """
-        first = np.where(self.own.ends > 0, self.own.ends, self.own.block)
+        first = np.where(self.last_ends > 0, self.last_ends, self.own.block)
         return self._kept_reduce_scatter_input(np.where(self.columns.split_backward, self.last_group, first))
 
     @cached_property
     def rank_reduce_scatter_inputs(self) -> Array:
         """The same of all chunks of the rank, kept through the next forward."""
         columns, rank = self.columns, self.rank_share
-        without_ends = np.maximum(0, columns.virtual_stages - rank.embedding - rank.head)
-        first = self.rank_params.ends + without_ends * self.rank_params.block
+        model, tied = self.job.model, (columns.pp == 1) & self.job.model.tied_embeddings
+        embedding = states.on_tp_rank(weights.embedding(model), model, columns, self.shards)
+        ends = np.where(tied, self.rank_params.ends, rank.embedding * embedding)
+        first = ends + np.maximum(0, columns.virtual_stages - rank.embedding) * self.rank_params.block
         last = columns.virtual_stages * self.last_group
         return self._kept_reduce_scatter_input(np.where(columns.split_backward, last, first))
 
@@ -430,11 +455,12 @@ class ChunkMemory:
 
     @cached_property
     def head_gradient(self) -> Array:
-        """FSDP's root group, embedding and head, holds its fresh gradients until all layers are through; so does a head that is
-        tied to the embedding beside it, whose part is yet to come.
+        """Fresh gradient of a head that is tied to the embedding beside it, whose part is yet to come, or whose reduce-scatter
+        waits for deferred weight gradients.
         """
         tied = self.job.model.tied_embeddings & (self.share.embedding == 1)
-        return np.where(self.holds_fresh_gradients | tied, self.share.head * self.vocabulary_gradient, 0.0)
+        waits = self.holds_fresh_gradients & self.columns.split_backward
+        return np.where(waits | tied, self.share.head * self.vocabulary_gradient, 0.0)
 
     @cached_property
     def mlp_weight_gradient(self) -> dict[bool, Array]:

@@ -75,12 +75,13 @@ class ChunkEvent(IntEnum):
     LOSS = auto()
     HEAD_BACKWARD = auto()
     FINAL_NORM = auto()
+    HEAD_REDUCE_SCATTER = auto()
     BACKWARD_START = auto()
-    """where ZeRO-3 gathers embedding and head again"""
+    """where ZeRO-3 gathers the head again"""
     WEIGHT_GRADS = auto()
     """deferred ones"""
     ROOT_REDUCE_SCATTER = auto()
-    """of embedding and head, FSDP's root group: the last, or the first after deferred weight gradients"""
+    """of the embedding, with a tied head FSDP's root group: the last, or the first after deferred weight gradients"""
     LAYER_REDUCE_SCATTER = auto()
     """of the first layer after deferred weight gradients"""
     END = auto()
@@ -364,12 +365,12 @@ def _beside_layer(
     yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
     blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
-    both = chunk.unsharded(chunk.own.ends + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
-    next_one = chunk.own.ends + blocks + (params.layer - 2 * params.block)
+    both = chunk.unsharded(chunk.tied_group + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
+    next_one = chunk.tied_group + blocks + (params.layer - 2 * params.block)
     prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
     yield buffer("unsharded parameters", both, start, scatter)
     yield buffer("unsharded parameters", prefetched, scatter, end)
-    through = share_done * (chunk.own.total - chunk.own.ends)
+    through = share_done * (chunk.own.total - chunk.own.ends) + np.where(late, 0.0, chunk.head_group)
     frees = chunk.frees_gathered
     yield TensorLifetime("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
     yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * params.block, 0.0), scatter, end)
@@ -379,13 +380,15 @@ def _beside_layer(
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
     yield buffer("reduce-scatter inputs of other chunks", others, start, end)
     last_layer = np.where(chunk.reduce_scatters, g * params.block, 0.0)
-    last = np.where(late | (done == 0), chunk.reduce_scatter_input, last_layer)
+    of_head = np.where(chunk.reduce_scatters, g * chunk.head_group, 0.0)
+    before = np.where(~late & (chunk.head_group > 0), of_head, chunk.reduce_scatter_input)
+    last = np.where(late | (done == 0), before, last_layer)
     yield buffer("last reduce-scatter input", last, start, scatter)
     yield buffer("last reduce-scatter input", np.where(late, last, 0.0), scatter, end)
     # A whole backward of a chunk whose others are split reduce-scatters all its gradients at its end, as theirs do.
     whole = np.where(late & ~split & chunk.reduce_scatters, g * through, np.where(late, 0.0, chunk.first_gradients(through)))
     yield buffer("gradients of layers done", whole, start, end)
-    accumulated = (gradients - gradients * params.ends / params.total) * share_done
+    accumulated = gradients * (share_done * (1 - params.ends / params.total) + chunk.head_group / params.total)
     yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, accumulated, gradients), start, end)
 
 
@@ -397,6 +400,8 @@ def chunk_events(chunk: ChunkMemory, gradients: Array) -> LiveMemory:
 def loss_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     """The peak of head and loss; the final norm in fp32 outweighs few logits."""
     found = fullest(live.at(ChunkEvent.LOSS), live.at(ChunkEvent.LOSS_FORWARD), live.at(ChunkEvent.HEAD_BACKWARD))
+    scatters = chunk.reduce_scatters & (chunk.head_group > 0) & ~chunk.columns.split_backward
+    found = where(scatters, fullest(found, live.at(ChunkEvent.HEAD_REDUCE_SCATTER)), found)
     return fullest(found, live.at(ChunkEvent.FINAL_NORM)) if chunk.job.model.norm == "rmsnorm" else found
 
 
@@ -408,7 +413,13 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     # ZeRO-3 and the last reduce-scatter, in a forward; layers are freed while deferred weight gradients are computed.
     between = chunk.unsharded_between_layers + chunk.rank_reduce_scatter_inputs
     yield buffer("unsharded parameters, reduce-scatter inputs", between, event.FORWARD_END, event.LOSS_FORWARD)
-    yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.BACKWARD_START)
+    yield buffer("unsharded parameters, reduce-scatter inputs", head * between, event.LOSS_FORWARD, event.HEAD_REDUCE_SCATTER)
+    # Backward has yet to prefetch the last layer; the buffer of its all-gather in forward is freed where the head is a group.
+    block = np.where(chunk.head_group > 0, chunk.unsharded_ends - chunk.unsharded_between_layers, 0.0)
+    yield buffer("last layer, not gathered", block, event.LOSS_FORWARD, event.LOSS)
+    in_forward = (chunk.head.backward == 0) | (chunk.columns.tp > 1)
+    yield buffer("last layer, not gathered", np.where(in_forward, block, 0.0), event.LOSS, event.HEAD_BACKWARD)
+    yield from _head_reduce_scatter(chunk)
     yield buffer("reduce-scatter inputs", chunk.rank_reduce_scatter_inputs, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     frees = chunk.columns.split_backward & chunk.frees_gathered & (chunk.columns.zero == 3)
     freed = np.where(frees, -compute_bytes(chunk.job) * chunk.own.total, 0.0)
@@ -422,7 +433,7 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_START, event.WEIGHT_GRADS)
     yield TensorLifetime("gradients", "gradients", accumulated, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     # Of a step's only backward, shards whose reduce-scatter is running were not there before.
-    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.own.ends) / chunk.rank_params.total
+    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.last_ends) / chunk.rank_params.total
     there = gradients * (1 - np.where(chunk.single_backward, arriving, 0.0))
     yield TensorLifetime("gradients", "gradients", there, event.ROOT_REDUCE_SCATTER, event.END)
 
@@ -468,9 +479,9 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     yield activation("gradients of logits and hidden states", head * chunk.head.backward, event.HEAD_BACKWARD, event.FINAL_NORM)
     fresh = np.where(chunk.head.backward > 0, head * chunk.vocabulary_gradient, 0.0)
     yield buffer("head's fresh weight gradient", fresh, event.HEAD_BACKWARD, event.FINAL_NORM)
-    yield activation("final norm's input, gradient, fp32", head * normed, event.FINAL_NORM, event.BACKWARD_START)
+    yield activation("final norm's input, gradient, fp32", head * normed, event.FINAL_NORM, event.HEAD_REDUCE_SCATTER)
     stays = (columns.zero < 3) | (columns.keep_gathered == 1)  # else that layer is freed already
-    gathered = np.where(stays, chunk.last_all_gather, 0.0)
+    gathered = np.where(stays & (chunk.tied_group > 0), chunk.last_all_gather, 0.0)  # freed where the head is a group
     in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
     in_backward = head * chunk.sent_gradient
     yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
@@ -481,11 +492,27 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
 
 
+def _head_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """The head's weight is freed, the last layer prefetched; the input gradient of the layers is there."""
+    start, end, elements = ChunkEvent.HEAD_REDUCE_SCATTER, ChunkEvent.BACKWARD_START, chunk.head_group
+    b, g = compute_bytes(chunk.job), gradient_bytes(chunk.job)
+    others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
+    prefetched = chunk.unsharded(chunk.rank_params.block, 0.0 * elements)
+    yield activation("residual gradient", chunk.residual, start, end)
+    yield buffer("weight gradient, reduce-scatter input", (b + g) * elements, start, end)
+    yield buffer("reduce-scatter output", chunk.reduce_scatter_output(elements), start, end)
+    yield buffer("prefetched parameters, reduce-scatter inputs of other chunks", prefetched + others, start, end)
+    freed = np.where(chunk.frees_gathered, -b * elements, 0.0)
+    yield TensorLifetime("freed parameters", "parameters", freed, start, end)
+
+
 def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
-    """ZeRO-3 gathers embedding and head again: as they arrive, and as they are used."""
+    """ZeRO-3 gathers the head again: as it arrives, and as it is used."""
     start, end, params = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.rank_params
     gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
-    unsharded = chunk.unsharded(2 * chunk.own.ends + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers))
+    unsharded = chunk.unsharded(
+        2 * (chunk.tied_group + chunk.head_group) + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers)
+    )
     sizes = unsharded + chunk.rank_reduce_scatter_inputs
     yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
     yield buffer("unsharded parameters, reduce-scatter inputs", np.where(gathers, sizes, 0.0), start, end)
@@ -499,12 +526,13 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     own, b, g, late = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns.split_backward
     in_flight = chunk.saved + np.where(late, chunk.deferred, 0.0)
     yield activation("this micro-batch, in flight until now", -in_flight, root, end)
-    weight_grads = np.where(late, g * (own.total - own.padding), b * own.ends)
+    weight_grads = np.where(late, g * (own.total - own.padding), b * chunk.last_ends)
+    group = np.where(late & (chunk.last_ends == 0), chunk.head_group, chunk.last_ends)
     yield buffer("weight gradients", weight_grads, root, end)
-    yield buffer("reduce-scatter input", g * own.ends, root, layer)
-    yield buffer("reduce-scatter output", chunk.reduce_scatter_output(own.ends), root, layer)
+    yield buffer("reduce-scatter input", g * group, root, layer)
+    yield buffer("reduce-scatter output", chunk.reduce_scatter_output(group), root, layer)
     yield buffer("reduce-scatter input, less the root's gradients", g * (own.block - own.ends), layer, end)
-    first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - own.ends))
+    first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - chunk.last_ends))
     yield buffer("gradients of the layers", first_layers, root, end)
     yield buffer("gradients of the root", chunk.first_gradients(own.ends), layer, end)
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
@@ -522,12 +550,13 @@ def backward_end(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
 
 
 def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
-    """The reduce-scatter of a step's accumulated gradients in ZeRO-1: of embedding and head, or of a chunk's first layer.
+    """The reduce-scatter of a step's accumulated gradients in ZeRO-1: of the embedding, or of a chunk's first layer.
 
     It follows the layers' in a whole backward, and comes first after deferred weight gradients.
     """
     own, b, late = chunk.own, compute_bytes(chunk.job), chunk.columns.split_backward
-    group = np.where(own.ends > 0, own.ends, own.block)
+    ends = np.where(late & (chunk.last_ends == 0), chunk.head_group, chunk.last_ends)
+    group = np.where(ends > 0, ends, own.block)
     reduced = np.where(late, 0.0, own.total - group)
     return MemoryPoint(
         activations=-chunk.saved - np.where(late, chunk.deferred, 0.0),
@@ -597,7 +626,8 @@ def embedding_backward(chunk: ChunkMemory) -> Array:
     gradient = np.where(columns.tp > 1, chunk.full_sequence, chunk.residual)
     outputs = chunk.share.embedding * (gradient + np.where(chunk.sends_output, chunk.residual, 0.0))
     outputs = np.where(columns.split_backward & traced, outputs, 0.0)
-    return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + outputs + chunk.unsharded_ends)
+    tied = chunk.unsharded(chunk.tied_group, 0.0 * chunk.tied_group)
+    return np.asarray(fresh_gradient(chunk, chunk.share.embedding) + outputs + tied)
 
 
 def unsplit_embedding_backward(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
