@@ -30,6 +30,11 @@ def data_traffic(work: Workload, params: RankParameters) -> tuple[CollectiveTran
     return tuple(transfer(work.machine, "data", "all_reduce", gradient_bytes(work.job) * each, group) for each, group in groups)
 
 
+def reduced_bytes(job: Job) -> int:
+    """Bytes of an element's gradient on its way between ZeRO's ranks."""
+    return compute_bytes(job) if job.framework.accumulation == "two-formats" else gradient_bytes(job)
+
+
 def data_exposed_s(work: Workload, reduction: Array, backward: Array, layers: Array) -> Array:
     """Seconds that the step waits for the reduction, by variant.
 
@@ -78,7 +83,7 @@ class ZeroTraffic:
 def zero_traffic(work: Workload, elements: Array, expert_elements: Array, narrow: Array | float = 0.0) -> ZeroTraffic:
     """`narrow` of the elements are gathered in fp8."""
     job, columns, machine, places = work.job, work.columns, work.machine, work.places
-    b, g = compute_bytes(job), gradient_bytes(job)
+    b, g = compute_bytes(job), reduced_bytes(job)
     whole_experts = columns.tp // columns.expert_cut
     expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
     experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)

@@ -137,8 +137,8 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         recomputed = stages.recomputed_fraction(job, layout)
         fused = bool(uses_fused_blocks(job, view.row)[0]) and job.precision != "fp8"
         again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed, fused)
-        if layout.recompute == "selective" and job.framework.selective == "half":
-            again += flops.matmul_flops(job.model) / 2
+        if layout.recompute == "selective":
+            again += recomputed * flops.selective_matmul_flops(job.model, job.framework.selective)
         return again
 
     return Estimate(

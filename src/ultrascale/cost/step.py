@@ -16,6 +16,7 @@ import numpy as np
 from ultrascale.cost import communication, host, operators
 from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, rows_of
 from ultrascale.cost.communication import TensorTraffic
+from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
 from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, uses_fused_blocks
@@ -179,8 +180,9 @@ def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
     if policy in ("attention", "scores"):
         return compute.attention.forward
     cheap = NOTHING if policy == "latents" else compute.memory_bound.forward - compute.never_repeated
-    if policy == "half":
-        return cheap + 0.5 * compute.matmul.forward
+    if policy in ("half", "alternate"):
+        share = selective_matmul_flops(work.job.model, policy) / matmul_flops(work.job.model)
+        return cheap + share * compute.matmul.forward
     if work.job.model.mla is not None:
         up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
         return cheap + operators.matmul_passes(work.machine, up).forward
@@ -210,7 +212,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
         overlapped_backward = overlapped_backward + routed.overlapped_backward_s
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = NOTHING
-    if job.framework.exact_memory_trace and not moe:
+    if job.framework.stops_early and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [matmul for matmul in compute.matmuls if matmul.name == "mlp down"]
         last = operators.matmul_passes(machine, down).forward

@@ -151,9 +151,11 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
     if stage.layout.recompute == "full":
-        left = communication.SUBLAYERS - stage.job.framework.exact_memory_trace
+        left = communication.SUBLAYERS - stage.job.framework.stops_early
         recomputed = stage.layers - stage.kept_layers
         return communication.SUBLAYERS * recomputed, left * recomputed
+    if stage.layout.recompute == "selective" and stage.job.framework.selective == "alternate":
+        return communication.SUBLAYERS * (stage.layers - stage.kept_layers), 0  # reduce-scatters are kept, all-gathers are not
     return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0
 
 
@@ -175,8 +177,9 @@ def _tensor(stage: Stage) -> Calls:
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
-        kept_slices = stage.layers + dense
-        gathers = 2 * regions + kept_slices + entered + stage.embedding + 2 * head
+        gathered = job.framework.gathered_inputs
+        kept_slices = 0 if gathered else stage.layers + dense
+        gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered else 2) * head
         yield inside.gather, gas * gathers
         if inside.gathers_gradients_again[0]:
             yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
@@ -321,9 +324,16 @@ def _zero(stage: Stage) -> Calls:
     narrow = fp8_on_rank(job, stage.row, stage.share)
     moved = communication.zero_traffic(stage.work, params.trunk, params.experts, narrow.elements)
     gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
-    scatters = 1 if layout.zero == 1 else layout.gas
+    scatters = 1 if layout.zero == 1 or job.framework.accumulation == "unsharded" else layout.gas
     if layout.shards > 1:
-        if job.framework.states == "fp32" and layout.zero == 3:
+        if job.framework.head_gathers and layout.zero == 3:
+            yield from _gathers_by_group(stage, gathers)
+        elif job.framework.live_parameters and layout.zero == 3:
+            # Backward gathers what forward has freed.
+            freed = np.maximum(0.0, params.trunk - job.framework.live_parameters)
+            yield moved.gather, layout.gas
+            yield communication.zero_traffic(stage.work, freed, params.experts).gather, layout.gas
+        elif job.framework.states == "fp32" and layout.zero == 3:
             # The head stays gathered from forward to backward, which does not need the embedding.
             elements = stage.share.embedding * states.on_tp_rank(
                 weights.embedding(job.model), job.model, stage.row, stage.shards
@@ -344,8 +354,12 @@ def _zero(stage: Stage) -> Calls:
             yield moved.gather, gathers
         if narrow.scales[0]:
             yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.work.places.shard), 1
-        for elements, times in _scattered(stage, scatters):
-            yield communication.zero_traffic(stage.work, elements, params.experts).scatter, times
+        if job.framework.accumulation == "two-formats" and layout.zero < 3:
+            whole = communication.reduced_bytes(job) * params.trunk
+            yield transfer(stage.machine, "zero", "all_reduce", whole, stage.work.places.shard), scatters
+        else:
+            for elements, times in _scattered(stage, scatters):
+                yield communication.zero_traffic(stage.work, elements, params.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield moved.expert_gather, gathers
             yield moved.expert_scatter, scatters
@@ -358,6 +372,21 @@ def _zero(stage: Stage) -> Calls:
         for elements, times in reduced:
             own = gradient_bytes(job) * elements / layout.shards
             yield transfer(stage.machine, "zero", "all_reduce", own, stage.work.places.replica), times
+
+
+def _gathers_by_group(stage: Stage, gathers: int) -> Calls:
+    """Where head and final norm are an FSDP group of their own, or with a tied embedding. A loss that comes with its gradients
+    reduces a tied head apart from the embedding.
+    """
+    job, params, gas, row = stage.job, stage.params, stage.layout.gas, stage.row
+    head = states.on_tp_rank([weights.vocabulary(job.model), weights.norm(job.model)], job.model, row, stage.shards)
+    head = np.where(stage.head, head, 0.0)
+    of_head = communication.zero_traffic(stage.work, head, params.experts)
+    yield communication.zero_traffic(stage.work, params.trunk - head, params.experts).gather, gathers
+    if stage.head:
+        yield of_head.gather, gas * job.framework.head_gathers
+        if job.model.tied_embeddings and stage.embedding and job.framework.loss in activations.EIGHTHS:
+            yield of_head.scatter, gas
 
 
 def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:

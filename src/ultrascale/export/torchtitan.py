@@ -34,7 +34,7 @@ FLAVORS = {
 _NEW = {("llama3", "1B"), ("llama3", "3B")}  # flavors that 0.2 does not have
 _ALIKE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied_embeddings", "mla", "moe", "qk_norm")
 _STAND_IN = ("llama3", "debugmodel")
-_EAGER = "torchtitan-eager"  # the preset of blocks that are not compiled
+_EAGER = "torchtitan-eager"  # the preset of blocks that are not compiled; torchtitan-0.2 has one too
 _SCHEDULES = {name: spec.torch_name for name, spec in REGISTRY.items() if spec.torch_name is not None}
 _LOOPED = tuple(name for name, spec in REGISTRY.items() if spec.most_stages != 1)
 _RECOMPUTE = {"none": "none", "selective": "selective", "full": "full", "memory_budget": "selective"}
@@ -255,7 +255,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting("lr_scheduler.warmup_steps", write=lambda p: p.training.warmup),
         row.constant("lr_scheduler.decay_type", "cosine"),
         Setting("lr_scheduler.min_lr_factor", write=lambda p: p.training.min_lr_ratio),
-        Setting("compile.enable", "job.framework", lambda p: p.job.framework.name != _EAGER, _read_compile),
+        Setting("compile.enable", "job.framework", lambda p: not p.job.framework.name.endswith("-eager"), _read_compile),
         Setting("float8.enable", write=lambda p: p.job.precision == "fp8"),
         Setting(path="framework.fp8_gather", read=lambda s: True if s.flag(_FP8_GATHER) else None),
     )

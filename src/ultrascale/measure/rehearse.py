@@ -353,7 +353,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
-            again = sum(matmuls.values()) + scores - (0.0 if moe else matmuls.get("mlp down", 0.0))
+            down = 0.0 if moe or not job.framework.stops_early else matmuls.get("mlp down", 0.0)
+            again = sum(matmuls.values()) + scores - down
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)
         elif layout.recompute == "selective" and fused and job.precision != "fp8":

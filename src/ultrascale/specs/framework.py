@@ -34,28 +34,44 @@ class Framework(BaseModel):
         "flash",
         description="the kernel; plain writes scores out, plain-fused scales, masks and softmaxes in one pass",
     )
-    selective: Literal["cheap", "half", "modules", "attention"] = Field(
+    selective: Literal["cheap", "half", "alternate", "modules", "attention"] = Field(
         "cheap",
-        description="what selective recomputation repeats: cheap operators; half the GEMMs too; Megatron's modules "
+        description="what selective recomputation repeats: cheap operators; half the GEMMs too; of a dense layer's GEMMs every "
+        "second in the order of calls, attention's output and up (torchtitan from 0.3 on); Megatron's modules "
         "(mla_up_proj of latent attention, layernorm and moe_act of other models with experts, core_attn of dense ones); or "
         "attention alone (core_attn of every model)",
     )
-    loss: Literal["at-once", "overwritten", "fused", "in-place", "fp32", "log-softmax", "chunked"] = Field(
+    loss: Literal[
+        "at-once",
+        "overwritten",
+        "fused",
+        "in-place",
+        "cast",
+        "fp32",
+        "log-softmax",
+        "chunked",
+        "eighths",
+        "eighths-fp32",
+    ] = Field(
         "fused",
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
-        "softmax, then gradient (Megatron's unfused); fp32: each is written out and kept; "
+        "softmax, then gradient (Megatron's unfused); cast: the same beside the logits in the compute format, until they are "
+        "cast (Megatron's fusion without Transformer Engine); fp32: each is written out and kept; "
         "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
-        "chunked: an eighth of the logits at a time; "
+        "chunked: an eighth of the logits at a time; eighths: the same with gradients of hidden states and head, summed in "
+        "fp32 (torchtitan from 0.3 on); eighths-fp32: and their logits are written out in fp32; "
         "at-once: 4096 tokens at a time (times tp), gradients of hidden states and head made with the loss and kept instead",
     )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
-    accumulation: Literal["separate", "fused", "after-backward"] = Field(
+    accumulation: Literal["separate", "fused", "after-backward", "unsharded", "two-formats"] = Field(
         "separate",
         description="separate: each weight gradient is added as it is made; fused: the weight-gradient GEMM adds into the fp32 "
         "gradient itself; after-backward: a micro-batch's gradients wait in bf16 for the end of its backward, and ZeRO-1 "
-        "all-reduces whole gradients (nanotron)",
+        "all-reduces whole gradients (nanotron); unsharded: ZeRO adds whole gradients of several micro-batches and "
+        "reduce-scatters after the last (Accelerate); two-formats: ZeRO-1 and 2 hold whole gradients in bf16 too and "
+        "all-reduce these (DeepSpeed)",
     )
     stage_split: Literal["balanced", "layers", "layers-and-head", "nanotron"] = Field(
         "balanced",
@@ -100,6 +116,34 @@ class Framework(BaseModel):
         description="the engine was traced operator by operator: short-lived tensors are counted while they live, else all "
         "at once; full recomputation ends at the last tensor that backward needs (torch.utils.checkpoint)",
     )
+    buffers: Literal["at-once", "in-turn"] = Field(
+        "at-once",
+        description="communication buffers and fresh gradients without exact_memory_trace: all live at once, as a planner must "
+        "assume; or where the engine's rehearsals show them (cost/memory/in_turn.py)",
+    )
+    norm: Literal["fused", "fp32"] = Field(
+        "fused", description="a norm keeps its input; or that in fp32, and the result before its weight (transformers)"
+    )
+    gathered_inputs: bool = Field(
+        False, description="with sequence parallelism GEMMs keep their gathered inputs, which backward does not gather again"
+    )
+    unrotated_heads: bool = Field(False, description="the output of the q, k, v GEMM is kept beside rotated q and k")
+    keeps_gradients: bool = Field(True, description="gradients stay allocated between steps, and are set to zero")
+    early_stop: bool = Field(
+        False, description="full recomputation stops at the last tensor that backward needs; with exact_memory_trace it does"
+    )
+    head_gathers: Literal[0, 1, 3] = Field(
+        0,
+        description="how often FSDP's ZeRO-3 gathers head and final norm for a micro-batch, beside two gathers of embedding "
+        "and layers; 0: its root has embedding and head, and gathers them once",
+    )
+    ddp_buckets: bool = Field(False, description="without ZeRO, DDP's buckets hold all gradients once more")
+    reduce_bucket: float = Field(
+        0, ge=0, le=1e11, description="elements of the bucket in which ZeRO reduces gradients; ZeRO-2 has two (DeepSpeed)"
+    )
+    live_parameters: float = Field(
+        0, ge=0, le=1e12, description="elements that ZeRO-3 keeps gathered before it frees any (DeepSpeed); 0: two layers"
+    )
     fused_blocks: bool = Field(
         False,
         description="our engine on a GPU: Llama-like layers keep neither norm nor gate outputs, without ZeRO AdamW's masters "
@@ -108,15 +152,20 @@ class Framework(BaseModel):
     )
     cuda_graphs: bool = Field(False, description="steps of one stage replay a CUDA graph where the host would be slower")
     source: str = ""
+    seen: str = Field("", description="versions whose rehearsals the fields of memory and traffic come from, and when")
 
     @property
     def tensor_overlap(self) -> float:
         return self.overlap if self.transformer_engine and self.tp_comm_overlap else 0.0
 
     @property
+    def stops_early(self) -> bool:
+        return self.early_stop or self.exact_memory_trace
+
+    @property
     def keeps_heads_before_norm(self) -> bool:
         """Queries and keys that are normed are kept before their norm too."""
-        return self.transformer_engine or self.exact_memory_trace
+        return self.transformer_engine or self.exact_memory_trace or self.buffers == "in-turn"
 
     @property
     def router_bytes(self) -> int:

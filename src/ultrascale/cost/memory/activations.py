@@ -16,6 +16,7 @@ from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_by
 from ultrascale.specs.job import Job
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
+EIGHTHS = ("eighths", "eighths-fp32")
 LOSS_CHUNK = 4096  # tokens at a time of a loss that computes its gradients in forward (kernels/loss.py)
 
 
@@ -55,11 +56,14 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
     tokens = columns.tokens(job.seq)
     residual = b * tokens * model.hidden / columns.sequence_cut  # one residual-wide tensor, cut only by sequence parallelism
     operand = residual / b * operand_bytes(job)
+    if job.framework.gathered_inputs:
+        operand = operand * columns.sequence_cut
+    normed = norm_bytes(job) / b * residual
     modules = {
-        "attention norm": residual,
+        "attention norm": normed,
         "qkv input": operand,
         **_attention(job, columns, tokens, b),
-        "mlp norm": residual,
+        "mlp norm": normed,
         **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, operand)),
     }
     if job.dropout:
@@ -72,6 +76,11 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, recomputes)
     return LayerActivations(kept, modules, np.asarray(gradients))
+
+
+def norm_bytes(job: Job) -> int:
+    """Kept by a norm for each element of its input."""
+    return compute_bytes(job) + (FP32 if job.framework.norm == "fp32" else 0)
 
 
 def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[str, Array]:
@@ -92,8 +101,11 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
         if model.mla is None:  # fewer kv heads than ranks to spread them over
             copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
             latents["copies of k, v"] = np.where(switches, copied, 0.0)
+    heads = tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if model.qk_norm and job.framework.keeps_heads_before_norm:
-        latents["q, k before norm"] = b * tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
+        latents["q, k before norm"] = norm_bytes(job) * heads
+    if model.positions == "rotary" and job.framework.unrotated_heads:
+        latents["q, k before rotation"] = b * heads
     if operand_bytes(job) != b:
         output = output * (b + operand_bytes(job)) / b  # flash needs its own output as it is, the next matmul the copy
     if job.attention == "flash":
@@ -152,6 +164,7 @@ _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 _DROPPED: dict[str, tuple[str, ...]] = {
     "cheap": _CHEAP,
     "half": _CHEAP,
+    "alternate": (*_CHEAP, "mlp norm", "q, k before norm"),
     "latents": ("q, k, v",),
     "experts": ("mlp input", "expert activation"),
     "attention": (),  # flash attention's output is the next GEMM's input
@@ -182,6 +195,12 @@ def _apply_policy(
         # Every second matmul is computed again; attention's own output is always kept.
         for name in _MATMULS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
+    if job.framework.selective == "alternate" and "mlp matmuls" in kept:
+        kept["mlp matmuls"] = np.where(selective, kept["mlp matmuls"] / (1 + job.model.gated), kept["mlp matmuls"])
+        # Results of reduce-scatters are kept too, and operator by operator those of the last GEMM, which nothing needs.
+        scattered = np.where(columns.sequence_cut > 1, residual, 0.0)
+        unused = (columns.sequence_cut + (columns.sequence_cut > 1)) * residual if job.framework.eager_activation else 0.0
+        kept["outputs"] = np.where(selective, scattered + unused, 0.0)
     if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
         kept["shared expert"] = kept["shared expert"] * np.where(plain, 2 / 3 if job.model.gated else 1 / 2, 1.0)
@@ -211,7 +230,7 @@ class HeadActivations:
 
 def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
-    norm = 2 * b * tokens * job.model.hidden / columns.sequence_cut
+    norm = (norm_bytes(job) + b) * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens
     logits = tokens * job.model.vocab / columns.tp
     cast = (b if b < FP32 else 0.0) + 2.0 * FP32  # logits, their fp32 copy, its softmax
@@ -224,7 +243,10 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         # Over a cut vocabulary backward turns the softmax into the gradient: fullest is forward, with logits, cast, softmax.
         "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
+        "cast": (FP32, FP32 + b),
     }
+    if job.framework.loss in EIGHTHS:
+        return _head_in_eighths(job, columns)
     # Where a loss that comes with its gradients is not used, plain operators are.
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
     saved, peak = by_loss[loss]
@@ -263,3 +285,18 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
         saved = forward = peak = norm + b * tokens * model.vocab
     return HeadActivations(saved, peak, forward, np.zeros(len(columns)))
+
+
+def _head_in_eighths(job: Job, columns: LayoutColumns) -> HeadActivations:
+    """Logits of an eighth of the tokens at a time. Live beside them: the norm's output, gathered, and a copy of its chunks, and
+    the gradient of hidden states in fp32. `backward` has the last chunk's logits, when the head's gradient is reduced.
+    """
+    tokens, b = columns.tokens(job.seq), compute_bytes(job)
+    wide = tokens * job.model.hidden
+    hidden = norm_bytes(job) * wide / columns.sequence_cut + (2 * b + FP32) * wide
+    logits = tokens / CHUNKS * job.model.vocab / columns.tp
+    # Over a cut vocabulary: shifted logits, zeros, softmax and gradient; else log-softmax and two gradients.
+    in_fp32 = np.where(columns.tp > 1, 4, 3) * FP32 + b
+    peak = hidden + (in_fp32 if job.framework.loss == "eighths-fp32" else 2 * b) * logits
+    saved = norm_bytes(job) * wide / columns.sequence_cut + b * wide
+    return HeadActivations(np.asarray(saved), np.asarray(peak), np.asarray(peak), np.asarray(hidden + b * logits))

@@ -16,6 +16,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare, rows_of
 from ultrascale.cost.memory import tensors
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint
+from ultrascale.cost.memory.in_turn import engine_points
 from ultrascale.cost.memory.states import (
     StateBytes,
     accumulates_nothing,
@@ -201,7 +202,8 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         live = tensors.chunk_events(chunk, state.gradients)
         loss, weight_grads = tensors.loss_peak(chunk, live), tensors.weight_grads_peak(chunk, live)
     else:
-        layer, split_layer, loss = _untraced_points(chunk, state.gradients)
+        points = engine_points if job.framework.buffers == "in-turn" else _untraced_points
+        layer, split_layer, loss = points(chunk, state.gradients)
         weight_grads = MemoryPoint(np.zeros(len(columns)), layer.buffers, state.gradients, np.zeros(len(columns)))
     if job.framework.fused_blocks:
         single, b = accumulates_nothing(job, columns), compute_bytes(job)

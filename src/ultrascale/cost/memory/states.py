@@ -304,13 +304,21 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         master = np.where(beside, sharded(FP32, optimizer_sharded), master)
         # With one micro-batch each layer's gradients are reduce-scattered as soon as they are made, in ZeRO-1 too.
         gradients_sharded = gradients_sharded | (optimizer_sharded & (columns.gas == 1))
+    if job.framework.accumulation == "unsharded":
+        gradients_sharded = gradients_sharded & (columns.gas == 1)
     whole = gradient_bytes(job) * (params.total - params.padding)
     in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
     on_gpu = columns.is_("offload", "none")
+    gradients = np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole)
+    if job.framework.accumulation == "two-formats":
+        # Of ZeRO-1 those of backward, which the next micro-batch finds; of ZeRO-2 always, and shards from the first reduction.
+        first = columns.gas == 1
+        beside = np.where((zero == 1) & first, 0.0, compute * params.total)
+        gradients = np.where((zero == 2) & first, 0.0, gradients) + np.where((zero == 1) | (zero == 2), beside, 0.0)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
         master=np.where(on_gpu, master, 0.0),
-        gradients=np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole),
+        gradients=gradients,
         optimizer=np.where(on_gpu, sharded(OPTIMIZERS[job.optimizer].state_bytes, optimizer_sharded), 0.0),
     )
 

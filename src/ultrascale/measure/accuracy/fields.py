@@ -18,8 +18,8 @@ from ultrascale.specs.validate import build
 # Engines that no run here names, by the preset that works as they do.
 ALIKE = {
     r"megascale|primus|neox|internevo": "megatron-core",  # built on Megatron's layers, its communication, its optimizer
-    r"maxtext|levanter|\bjax\b|\bxla\b|alpa": "torchtitan",  # one compiled program
-    r"fsdp2|simplefsdp|olmo-core": "torchtitan-eager",
+    r"maxtext|levanter|\bjax\b|\bxla\b|alpa": "torchtitan-0.2",  # one compiled program
+    r"fsdp2|simplefsdp|olmo-core": "torchtitan-0.2-eager",
     r"fsdp": "fsdp1-eager",
 }
 PRECISIONS = {"fp8": "fp8|float8", "bf16": "bf16|bfloat16", "fp16": "fp16|float16|half", "fp32": "fp32|float32|tf32"}
@@ -155,7 +155,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         old = (year is not None and int(year[0]) <= 2022) or "ptd-p" in system
         name = "megatron-2021" if old else "megatron-no-overlap" if "no overlap" in system else "megatron-core"
     elif "torchtitan" in system:
-        name = "torchtitan" if compiled else "torchtitan-eager"
+        name = "torchtitan-0.2" if compiled else "torchtitan-0.2-eager"
         if not compiled and not eager:
             assumptions.append("not compiled")
     elif "flash-attn training" in system:
@@ -169,10 +169,10 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         )
         name = "deepspeed" if modern else "deepspeed-2021"
     elif "fsdp1" in system or "composer" in system or "foundry" in system:
-        name = "torchtitan" if compiled else "fsdp1-eager"
+        name = "torchtitan-0.2" if compiled else "fsdp1-eager"
     else:
         alike = next((like for words, like in ALIKE.items() if re.search(words, system)), "eager")
-        name = "torchtitan" if compiled and alike.endswith("eager") else alike
+        name = "torchtitan-0.2" if compiled and alike.endswith("eager") else alike
         assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
     framework = Framework.load(name)
     changes: dict[str, Any] = {column: values[column] for column in ("loss", "stage_split") if values.get(column)}
@@ -197,7 +197,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"
-    if eager and name == "torchtitan":
+    if eager and name == "torchtitan-0.2":
         changes["elementwise"] = 2.2
     return build(Framework, {**framework.model_dump(), **changes}, "framework")
 

@@ -34,6 +34,7 @@ FIRST_BATCH, BATCH = 8, 24  # runs that are predicted at once, and that are sent
 # Frameworks whose elementwise kernels have the constant of another.
 FAMILY = {
     "torchtitan-eager": "eager",
+    "torchtitan-0.2-eager": "eager",
     "deepspeed": "eager",
     "deepspeed-2021": "eager",
     "megatron-no-overlap": "megatron-core",

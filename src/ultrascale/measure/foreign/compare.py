@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.flops import matmul_flops
+from ultrascale.cost.flops import selective_matmul_flops
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.foreign.request import NOT_COMPILED, ForeignEngine, ForeignRehearsal, ForeignRequest
@@ -16,6 +17,9 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
+
+if TYPE_CHECKING:
+    from ultrascale.parallel.mesh import RankCoordinates
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
     owners = predicted.items() if found.memory else ()  # a GPU's allocator does not know them
     terms = [RehearsedTerm(owner, value, found.memory.get(owner, 0), "B") for owner, value in owners]
     terms.append(RehearsedTerm("all", law.total - law.runtime, found.peak, "B"))
-    flops = predicted_flops(job, layout, place) + _recomputed_flops(job, layout) * stage.layers / job.model.layers
+    flops = engine_flops(job, layout, place, stage.layers)
     terms.append(RehearsedTerm("FLOPs", flops, sum(found.flops.values()), "FLOP"))
     sent = sum(one.bytes for one in of_stage(job, layout, ClusterRates(job), place.pp))
     terms.append(RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"))
@@ -67,8 +71,14 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
     return PlanBeside(terms, framework.name, planned / GIB, plan.job.framework.name)
 
 
+def engine_flops(job: Job, layout: Layout, place: RankCoordinates, layers: int) -> float:
+    """Of a step on one rank, which has so many layers."""
+    return predicted_flops(job, layout, place) + _recomputed_flops(job, layout) * layers / job.model.layers
+
+
 def _recomputed_flops(job: Job, layout: Layout) -> float:
-    """Of all layers on one tp rank, where selective recomputation repeats every second GEMM, as HFU counts it."""
-    if layout.recompute != "selective" or job.framework.selective != "half":
+    """Of all layers on one tp rank, where selective recomputation repeats GEMMs, as HFU counts it."""
+    if layout.recompute != "selective":
         return 0.0
-    return matmul_flops(job.model) / 2 * layout.mbs * layout.gas * job.seq / (layout.cp * layout.tp)
+    again = selective_matmul_flops(job.model, job.framework.selective)
+    return again * layout.mbs * layout.gas * job.seq / (layout.cp * layout.tp)

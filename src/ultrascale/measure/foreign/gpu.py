@@ -1,7 +1,7 @@
 """A GPU that does not exist: answers of torch.cuda, and tensors of the device `cuda` that are tensors without memory.
 
 torch without CUDA cannot run a backward on tensors of the device `cuda`, even without memory. So every call that names the
-device gets the CPU instead, with what a GPU would choose by default: flash attention and multi-tensor optimizers.
+device gets the CPU instead, with what a GPU would choose by default: flash attention, fused norms, multi-tensor optimizers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
@@ -110,6 +111,32 @@ def _kernel(
     else:
         found = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout, causal, scale=scale)
     return found[0], found[1]
+
+
+def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """The fused kernel of a GPU, which torch does not have for a CPU; torch.compile makes its own."""
+    if torch.compiler.is_compiling() or weight is None or weight.dtype != input.dtype:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    if not isinstance(input, DTensor):
+        return cast(Tensor, FusedRMSNorm.apply(input, weight))
+    if isinstance(weight, DTensor):  # a rank's weight gradient is of its part of the sequence
+        weight = weight.to_local(grad_placements=[Partial() if one.is_shard() else one for one in input.placements])
+    found = FusedRMSNorm.apply(input.to_local(), weight)
+    return DTensor.from_local(found, input.device_mesh, input.placements, run_check=False)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Keeps its input and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight, torch.empty_like(input[..., 0], dtype=torch.float32))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), torch.empty_like(weight)
 
 
 def flexible_attention(
@@ -296,7 +323,7 @@ def answer_for_gpu(local_rank: int, gpus_per_node: int, allocated: Callable[[], 
     }
     pairs: list[tuple[Any, Any]] = [(getattr(torch.cuda, name), _answer(value)) for name, value in answers.items()]
     pairs += [(torch.cuda.Stream, _Stream), (torch.cuda.Event, _Stream)]
-    pairs += [(functional.scaled_dot_product_attention, attention)]
+    pairs += [(functional.scaled_dot_product_attention, attention), (functional.rms_norm, rms_norm)]
     pairs += [(flex_attention, flexible_attention), (create_block_mask, empty_block_mask), (torch.histc, histogram)]
     replace_everywhere(pairs)
     for name in ("range_push", "range_pop", "mark"):

@@ -114,6 +114,7 @@ def _value(text: Any) -> Any:
 
 def _model_config(given: Mapping[str, Any]) -> Any:
     dtype = torch.bfloat16 if "bf16" in given else torch.float32
+    modules = {"recompute_modules": given["recompute_modules"].split()} if "recompute_modules" in given else {}
     return _of_class(
         _core("transformer.transformer_config").TransformerConfig,
         given,
@@ -126,6 +127,7 @@ def _model_config(given: Mapping[str, Any]) -> Any:
         bias_activation_fusion=True,
         gradient_accumulation_fusion=False,
         perform_initialization=False,
+        **modules,
     )
 
 

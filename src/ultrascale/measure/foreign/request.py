@@ -70,7 +70,7 @@ ENGINES = {
         ),
         ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True),
         ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
-        ForeignEngine("megatron", ("0.16.1",), "megatron-core", "megatron-core"),
+        ForeignEngine("megatron", ("0.16.1",), "megatron-core", "megatron-core", "megatron-local"),
     )
 }
 
