@@ -44,8 +44,9 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
     """Memory at the peak by owner, FLOPs and bytes sent."""
     from ultrascale.parallel.mesh import RankCoordinates
 
-    eager = engine.eager if NOT_COMPILED in found.notes or plan.job.framework.name == engine.eager else None
-    framework = Framework.load(eager or engine.framework)
+    eager = NOT_COMPILED in found.notes or plan.job.framework.name.endswith("-eager")
+    version = (found.engine or "").rpartition(" ")[2]
+    framework = Framework.load(engine.preset(version, eager))
     job, layout = without_imbalance(plan.job).changed(framework=framework), plan.layout
     place = RankCoordinates.of(layout, found.rank)
     stage = estimate(job, layout).memory[place.pp]

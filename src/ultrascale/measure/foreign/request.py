@@ -37,13 +37,19 @@ class ForeignEngine:
     """preset of the estimate that is shown beside it"""
     package: str
     eager: str | None = None
-    """the preset without torch.compile, if it is another"""
+    """the preset without torch.compile, or of what can be rehearsed, if it is another"""
     fsdp2: bool = False
     """its weights are shards in fp32 under ZeRO; others hold weights to compute with and masters"""
     library: bool = True
     """its configuration has no model and no batch: they are a program's, here foreign/program.py"""
     gpu: bool = False
     """it can be rehearsed on a GPU too"""
+
+    def preset(self, version: str, eager: bool) -> str:
+        """Of an estimate for this version, with torch.compile or without."""
+        name = self.eager if eager and self.eager else self.framework
+        old = self.name == "torchtitan" and version.startswith("0.2.")
+        return name.replace(self.name, "torchtitan-0.2") if old else name
 
     def installed(self) -> str:
         """Its version; SpecError if there is none."""
