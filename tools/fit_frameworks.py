@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -139,8 +139,8 @@ def rehearse(preset: str, case: Case) -> ForeignRehearsal:
         arguments = arguments_of(plan)
         if not engine.library:
             config, arguments = _fewer_layers(config, case.layers), ()
-        options = {"rank": case.rank, "gpus_per_node": job.cluster.gpus_per_node, "arguments": arguments}
-        return rehearse_foreign(ForeignRequest(str(config), case.layout.gpus, engine=engine.name, **options))
+        asked = ForeignRequest(str(config), case.layout.gpus, case.rank, engine.name, arguments)
+        return rehearse_foreign(replace(asked, gpus_per_node=job.cluster.gpus_per_node))
 
 
 def _fewer_layers(config: Path, layers: int) -> Path:
@@ -228,14 +228,14 @@ def difference(framework: Framework, case: Case, found: ForeignRehearsal) -> Dif
     stage = estimate(job, layout).memory[place.pp]
     peak = stage.memory.total - stage.memory.runtime
     flops = engine_flops(job, layout, place, stage.layers)
-    sent: Counter[str] = Counter()
+    sent: defaultdict[str, float] = defaultdict(float)
     for one in of_stage(job, layout, ClusterRates(job), place.pp):
         sent[one.collective] += one.bytes
-    seen: Counter[str] = Counter()
+    seen: defaultdict[str, float] = defaultdict(float)
     for each in found.collectives:
         seen[each.kind] += each.bytes
     apart = sum(abs(sent[kind] - seen[kind]) for kind in sent.keys() | seen.keys())
-    return Difference(peak / found.peak - 1, flops / sum(found.flops.values()) - 1, apart / max(1, seen.total()))
+    return Difference(peak / found.peak - 1, flops / sum(found.flops.values()) - 1, apart / max(1, sum(seen.values())))
 
 
 def cost(framework: Framework, rows: Sequence[tuple[Case, ForeignRehearsal]]) -> float:

@@ -118,10 +118,10 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     if torch.compiler.is_compiling() or weight is None or weight.dtype != input.dtype:
         return torch.rms_norm(input, normalized_shape, weight, eps)
     if not isinstance(input, DTensor):
-        return cast(Tensor, FusedRMSNorm.apply(input, weight))
+        return cast(Tensor, FusedRMSNorm.apply(input, weight))  # type: ignore[no-untyped-call]
     if isinstance(weight, DTensor):  # a rank's weight gradient is of its part of the sequence
         weight = weight.to_local(grad_placements=[Partial() if one.is_shard() else one for one in input.placements])
-    found = FusedRMSNorm.apply(input.to_local(), weight)
+    found = FusedRMSNorm.apply(input.to_local(), weight)  # type: ignore[no-untyped-call]
     return DTensor.from_local(found, input.device_mesh, input.placements, run_check=False)
 
 
