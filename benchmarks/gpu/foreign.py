@@ -92,7 +92,7 @@ class Case:
             cluster=Cluster.load(f"{layout.gpus}xh200"),
             seq=self.seq,
             batch_tokens=layout.batch_tokens(self.seq),
-            framework=Framework.load("torchtitan" if self.compiled else "torchtitan-eager"),
+            framework=Framework.load("torchtitan-0.2" if self.compiled else "torchtitan-0.2-eager"),
         )
         [stage] = estimate(job, layout).memory
         return (stage.memory.total - stage.memory.runtime) / GIB

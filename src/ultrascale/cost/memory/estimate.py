@@ -172,7 +172,11 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
         last_backward_end = tensors.last_backward_end(chunk, gradients)
     else:
-        forward_end = input_grads_end = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
+        in_turn = job.framework.buffers == "in-turn"  # no buffer of a backward is live at the end of a forward
+        forward_end = (
+            MemoryPoint.nothing(len(columns)) if in_turn else MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
+        )
+        input_grads_end = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
         backward_start = backward_end = last_backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
     return ChunkParts(
         **vars(parts),
