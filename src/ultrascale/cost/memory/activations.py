@@ -281,7 +281,7 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     residual = b * tokens * model.hidden / columns.sequence_cut
     gathered = b * model.hidden * (np.minimum(tokens, 2 * LOSS_CHUNK * columns.tp) + chunk)
     forward = saved + residual + b * chunk * model.vocab / columns.tp + np.where(columns.sequence_cut > 1, gathered, 0.0)
-    peak = np.maximum(forward, saved + residual + b * weight)
+    peak = saved + residual + b * weight
     if job.precision == "fp16":  # which must scale its gradients before: head and loss are one compiled graph
         saved = forward = peak = norm + b * tokens * model.vocab
     return HeadActivations(saved, peak, forward, np.zeros(len(columns)))

@@ -417,7 +417,7 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     # Backward has yet to prefetch the last layer; the buffer of its all-gather in forward is freed where the head is a group.
     block = np.where(chunk.head_group > 0, chunk.unsharded_ends - chunk.unsharded_between_layers, 0.0)
     yield buffer("last layer, not gathered", block, event.LOSS_FORWARD, event.LOSS)
-    in_forward = (chunk.head.backward == 0) | (chunk.columns.tp > 1)
+    in_forward = (chunk.head.backward > 0) & (chunk.columns.tp > 1)
     yield buffer("last layer, not gathered", np.where(in_forward, block, 0.0), event.LOSS, event.HEAD_BACKWARD)
     yield from _head_reduce_scatter(chunk)
     yield buffer("reduce-scatter inputs", chunk.rank_reduce_scatter_inputs, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
