@@ -76,19 +76,19 @@ def real(folder: Path, script: Path, world: int) -> ForeignRehearsal:
 def figures(found: ForeignRehearsal) -> dict[str, Any]:
     return {
         "flops": found.flops,
-        "memory": found.memory,
+        "memory": {owner: size for owner, size in found.memory.items() if size},
         "collectives": [(one.technique, one.kind, one.where, one.group, one.calls, one.bytes) for one in found.collectives],
         "moment": found.moment,
     }
 
 
-@pytest.mark.parametrize(("name", "world"), [("ddp.py", 2), ("fsdp_tp.py", 4)])
+@pytest.mark.parametrize(("name", "world"), [("ddp.py", 2), ("fsdp_tp.py", 4), ("tp_logits.py", 2)])
 def test_a_rehearsed_program_does_what_real_processes_do(name: str, world: int, tmp_path: Path) -> None:
     """In step 3: torch's DDP rebuilds its buckets in the second."""
     script = PROGRAMS / name
     one, other = rehearsed(tmp_path, ForeignRequest(str(script), world, steps=3)), real(tmp_path, script, world)
-    if name == "fsdp_tp.py":
-        other.memory["buffers"] -= 4 * 4  # the mesh's tensor of ranks, which has values in a rehearsal too
+    if name != "ddp.py":
+        other.memory["buffers"] -= world * 4  # the mesh's tensor of ranks, which has values in a rehearsal too
     assert figures(one) == figures(other)
 
 
@@ -128,6 +128,14 @@ def test_fsdp_and_tp_by_hand(tmp_path: Path) -> None:
         ("tp", "all_reduce", "forward", 2, 2 * states),
         ("tp", "all_reduce", "backward", 1, states),
     ]
+
+
+def test_logits_are_gathered_once(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, ForeignRequest(str(PROGRAMS / "tp_logits.py"), 2))
+    logits = 64 * 1024 * 4
+    # Half of them as they are computed, those of both ranks as they arrive, and the same in the order of the vocabulary.
+    assert found.memory["activations"] == logits // 2 + logits + logits + 64 * 8 * 4
+    assert found.moment == "forward"
 
 
 VALUES = """
@@ -174,6 +182,30 @@ def test_what_a_program_asks_of_a_gpu_is_answered(tmp_path: Path) -> None:
     assert found.memory["parameters"] == (64 + 8) * 2
 
 
+NORM = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+norm = torch.nn.RMSNorm(64).cuda().to(torch.bfloat16)
+optimizer = torch.optim.SGD(norm.parameters())
+for _ in range(2):
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    out = norm(x)
+    allocated = torch.cuda.memory_allocated() - before
+    assert allocated == out.nbytes + 16 * 4, allocated
+    out.sum().backward()
+    assert x.grad.dtype is norm.weight.grad.dtype is torch.bfloat16
+    del out
+    optimizer.step()
+"""
+
+
+def test_a_norm_saves_its_input_and_a_number_for_each_row(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NORM)
+    assert rehearsed(tmp_path, ForeignRequest(str(script), 1)).memory["parameters"] == 64 * 2
+
+
 ROUTED = """
 import torch, torch.distributed as dist
 dist.init_process_group("nccl")
@@ -202,6 +234,31 @@ def test_experts_are_chosen_equally_often(tmp_path: Path) -> None:
     assert (one.kind, one.calls, one.bytes) == ("all_to_all", 1, 6 * 3 * 8 * 4 * 3 // 4)
 
 
+FORCED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+router = torch.nn.Linear(8, 4, bias=False).cuda()
+optimizer = torch.optim.SGD(router.parameters())
+@torch.compile(fullgraph=True)
+def route(scores):
+    _, chosen = scores.topk(3)
+    chosen = (torch.arange(18, device="cuda") % 4).view(6, 3)
+    return scores.gather(1, chosen).sum(), torch.histc(chosen, bins=4, min=0, max=4)
+for _ in range(2):
+    loss, counts = route(router(torch.randn(6, 8, device="cuda")))
+    assert (counts.dtype, counts.tolist()) == (torch.int64, [5, 5, 4, 4]), counts.tolist()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_rows_of_experts_that_compiled_code_counts(tmp_path: Path) -> None:
+    """It has no topk: nothing reads what it selects."""
+    script = tmp_path / "train.py"
+    script.write_text(FORCED)
+    assert {COMPILED, device.BALANCED} <= set(rehearsed(tmp_path, ForeignRequest(str(script), 4)).notes)
+
+
 def saved_in_process(file: Path, backend: str) -> int:
     """What a real run of compiled.py saves for backward."""
     environment = ForeignRequest("", 1).environment | {"MASTER_PORT": str(20000 + os.getpid() % 20000)}
@@ -220,6 +277,13 @@ def test_compiled_code_saves_what_a_real_run_of_it_saves(backend: str, tmp_path:
     block = tokens * (1 + width + 3 * inner)
     assert int(file.read_text()) == 4 * (2 * block + tokens * width)
     assert saved_in_process(file, backend) == 4 * (2 * block + tokens * width)
+
+
+def test_compiled_blocks_with_tensor_parallelism_are_recomputed(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, ForeignRequest(str(PROGRAMS / "compiled_tp.py"), 2))
+    assert COMPILED in found.notes
+    forward = 2 * 2 * 32 * 32 * 16 // 2 // 2  # q·k and p·v of 32 tokens and half of 16 channels, the causal half
+    assert found.flops["attention"] == 2 * (1 + 1 + 2) * forward  # two blocks, each forward twice
 
 
 @pytest.mark.slow
@@ -317,6 +381,7 @@ def test_a_program_without_enough_steps_is_one_sentence(tmp_path: Path) -> None:
         (tmp_path / run.REQUEST).write_text(json.dumps(request.to_json()))
         in_processes(lambda: child.main(tmp_path))
         found = json.loads((tmp_path / run.RESULT).read_text())
+        (tmp_path / run.RESULT).unlink()  # else the next program's would be the same
         assert found == {"initialised": initialised, "steps": 0}
     assert "ended after 0 optimizer steps and 2 are needed" in run._sentence(request, found, 0, 1)
 

@@ -7,7 +7,7 @@ are `torch._scaled_mm` (kernels/float8_gemm.py) and the names of ATen operators 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -68,6 +68,9 @@ memory_snapshot = torch.cuda.memory._snapshot
 
 SHARDING_PROPAGATION = ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached")
 
+# Ends a functional collective and returns its argument; for tensors without memory, torch allocates a copy.
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
 # A fake tensor without the checks of its constructor, which take as long as an operator.
 make_subclass = Tensor._make_subclass
 
@@ -95,6 +98,20 @@ def foreach_on_cpu() -> None:
     for module in (_foreach_utils, optimizer):
         module._get_foreach_kernels_supported_devices = devices  # type: ignore[attr-defined]
     optimizer._foreach_supported_types.append(FakeTensor)
+
+
+@cache
+def fused_rms_norm_on_cpu() -> torch.library.Library:
+    """torch's RMSNorm is one operator on a CPU too, as on a GPU: it saves its input and a number for each row.
+
+    A CPU would run several, which save copies in fp32. The registration lasts as long as the result, which is kept.
+    """
+    from torch._decomp import decomposition_table
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for packet in (torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward):
+        library.impl(packet.default, decomposition_table[packet.default], "CPU")  # type: ignore[no-untyped-call]
+    return library
 
 
 def all_gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
@@ -286,12 +303,14 @@ def fused_operators() -> tuple[Callable[[Any], bool], Callable[[Any], bool]]:
     return found.is_fusible, found.is_view
 
 
-def without_rng_state(target: Any) -> Any:
-    """The operator itself where a partition calls it with the random state of its first call; no rehearsal needs values."""
-    from torch._prims import rng_prims
+def recompute_with_any_random_state() -> None:
+    """A partition gives recomputed operators no random state of their first call: without values, none draws a number.
 
-    if target is rng_prims.run_and_save_rng_state:
-        return lambda inner, *args, **kwargs: (torch.get_rng_state(), inner(*args, **kwargs))
-    if target is rng_prims.run_with_rng_state:
-        return lambda _, inner, *args, **kwargs: inner(*args, **kwargs)
-    return target
+    torch 2.13 appends such states to what a graph saves after a DeviceMesh, and then takes the mesh for a tensor.
+    """
+    from torch._functorch import partitioners
+
+    def unchanged(joint_module: Any, fw_module: Any, bw_module: Any, num_sym_nodes: int) -> tuple[Any, Any]:
+        return fw_module, bw_module
+
+    partitioners.functionalize_rng_ops = unchanged

@@ -29,8 +29,8 @@ from ultrascale.measure.rehearse_world import QuickFakeTensorMode
 from ultrascale.parallel.torch_private import (
     compile_with_inductor,
     fused_operators,
+    recompute_with_any_random_state,
     unset_fake_temporarily,
-    without_rng_state,
 )
 from ultrascale.train.memory import tensors_in
 
@@ -40,6 +40,7 @@ OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 
 def rehearse_compiled(fake: QuickFakeTensorMode, note: Callable[[str], Any]) -> None:
     """Replaces torch.compile in this process, unless the environment switches it off."""
+    recompute_with_any_random_state()
     off = any(os.environ.get(name) == "1" for name in OFF)
     compile_with, backend = torch.compile, partial(_compile, fake)  # one backend: else each layer is captured anew
 
@@ -155,11 +156,12 @@ class CompiledGraph:
 
     def _run(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        target = cast(Callable[..., Any], node.target)
         if node not in self.fused:
-            values[node] = without_rng_state(node.target)(*args, **kwargs)
+            values[node] = target(*args, **kwargs)
             return
         with self._uncounted() as watcher:
-            result = values[node] = cast(Callable[..., Any], node.target)(*args, **kwargs)
+            result = values[node] = target(*args, **kwargs)
         if node in self.virtual or watcher is None:
             return
         del args, kwargs

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
@@ -28,6 +27,7 @@ from ultrascale.parallel.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     foreach_on_cpu,
+    fused_rms_norm_on_cpu,
 )
 from ultrascale.specs.units import GIB
 
@@ -113,32 +113,6 @@ def _kernel(
     return found[0], found[1]
 
 
-def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """The fused kernel of a GPU, which torch does not have for a CPU; torch.compile makes its own."""
-    if torch.compiler.is_compiling() or weight is None or weight.dtype != input.dtype:
-        return torch.rms_norm(input, normalized_shape, weight, eps)
-    if not isinstance(input, DTensor):
-        return cast(Tensor, FusedRMSNorm.apply(input, weight))  # type: ignore[no-untyped-call]
-    if isinstance(weight, DTensor):  # a rank's weight gradient is of its part of the sequence
-        weight = weight.to_local(grad_placements=[Partial() if one.is_shard() else one for one in input.placements])
-    found = FusedRMSNorm.apply(input.to_local(), weight)  # type: ignore[no-untyped-call]
-    return DTensor.from_local(found, input.device_mesh, input.placements, run_check=False)
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """Keeps its input and one number for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input, weight, torch.empty_like(input[..., 0], dtype=torch.float32))
-        return torch.empty_like(input)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), torch.empty_like(weight)
-
-
 def flexible_attention(
     query: Tensor,
     key: Tensor,
@@ -174,13 +148,14 @@ def empty_block_mask(
 
 def histogram(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """In place of torch.histc, which counts whole numbers on a GPU alone."""
-    return input.new_zeros(bins)
+    return cast(Tensor, aten.histc(input.float(), bins, min, max)).to(input.dtype)
 
 
 class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors without memory whose values can be read: numbers are zero, and a mask selects everything.
 
-    A list of whole numbers is read as rows for each expert: as many as the router's last topk selected, evenly.
+    A list of whole numbers is read as rows for each expert: as many as the router's last topk selected, or histc
+    counted, evenly. Compiled code has no topk where another rule replaces its choice.
     """
 
     def __init__(self) -> None:
@@ -207,6 +182,8 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
         result = super().dispatch(func, types, args, kwargs)
         if func is aten.topk.default:
             self.routed = result[1].numel()
+        elif func is aten.histc.default:
+            self.routed = args[0].numel()
         return result
 
     def _slowly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -323,12 +300,13 @@ def answer_for_gpu(local_rank: int, gpus_per_node: int, allocated: Callable[[], 
     }
     pairs: list[tuple[Any, Any]] = [(getattr(torch.cuda, name), _answer(value)) for name, value in answers.items()]
     pairs += [(torch.cuda.Stream, _Stream), (torch.cuda.Event, _Stream)]
-    pairs += [(functional.scaled_dot_product_attention, attention), (functional.rms_norm, rms_norm)]
+    pairs += [(functional.scaled_dot_product_attention, attention)]
     pairs += [(flex_attention, flexible_attention), (create_block_mask, empty_block_mask), (torch.histc, histogram)]
     replace_everywhere(pairs)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer(lambda: 0))
     foreach_on_cpu()
+    fused_rms_norm_on_cpu()
     convert_by_replacement()
     _run_on_cpu()
     _read_in_process()
