@@ -1,13 +1,17 @@
-"""Buffers of compiled code that is rehearsed, worked out by hand."""
+"""Buffers of compiled code that is rehearsed, worked out by hand, and operators that differ from those of a CPU."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import Tensor, empty
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ultrascale.measure.foreign.compiled import CompiledGraph
+from ultrascale.measure.foreign.gpu import ValuesOfZero, histogram
 from ultrascale.measure.rehearse_tracker import OperatorCounter
 from ultrascale.measure.rehearse_world import QuickFakeTensorMode
+from ultrascale.parallel.torch_private import FakeTensor, wait_tensor
 
 ROWS, WIDTH = 32, 8
 
@@ -47,3 +51,21 @@ def test_a_kernel_writes_into_an_operand_that_ends() -> None:
         with counter:
             graph.run([x, weight])
     assert counter.peak == ROWS * WIDTH * 4
+
+
+def test_waiting_for_a_collective_allocates_nothing() -> None:
+    fake = QuickFakeTensorMode()
+    with fake:
+        x = empty(ROWS, WIDTH)
+        counter = _Counter(fake)
+        with counter:
+            assert wait_tensor(x) is x
+    assert counter.peak == 0
+
+
+def test_rows_of_experts_are_those_that_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tolist", "data_ptr"):  # which the mode replaces
+        monkeypatch.setattr(FakeTensor, name, getattr(FakeTensor, name))
+    with ValuesOfZero():
+        counts = histogram(torch.zeros(18, dtype=torch.int64), bins=4, min=0, max=4)
+        assert (counts.dtype, counts.tolist()) == (torch.int64, [5, 5, 4, 4])

@@ -202,6 +202,33 @@ def test_what_rehearsals_of_other_programs_need(monkeypatch: pytest.MonkeyPatch)
     dist.destroy_process_group()
 
 
+def test_a_norm_is_one_operator() -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = nn.functional.rms_norm(x, (8,), weight, 1e-5)
+        return (out, *torch.autograd.grad(out.square().sum(), (x, weight)))
+
+    plain = gradients()
+    registered = private.fused_rms_norm_on_cpu()
+    try:
+        assert nn.functional.rms_norm(x, (8,), weight).grad_fn.name() == "FusedRmsNormBackward0"
+        torch.testing.assert_close(gradients(), plain)
+    finally:
+        registered._destroy()
+        private.fused_rms_norm_on_cpu.cache_clear()
+
+
+def test_a_partition_without_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import partitioners
+
+    plain = inspect.signature(partitioners.functionalize_rng_ops)
+    monkeypatch.setattr(partitioners, "functionalize_rng_ops", None)
+    private.recompute_with_any_random_state()
+    assert list(inspect.signature(partitioners.functionalize_rng_ops).parameters) == list(plain.parameters)
+    assert "functionalize_rng_ops" in partitioners.min_cut_rematerialization_partition.__code__.co_names
+
+
 def test_collectives_are_coalesced_by_one_function() -> None:
     """A rehearsal replaces it, wherever it was imported."""
     assert torch.distributed._coalescing_manager is private.coalescing_manager
