@@ -220,10 +220,12 @@ def compare(measured: Path, rehearsed: Path) -> None:
     for heading in ("layout", "GPU", "rehearsed", "difference", "estimate", "difference"):
         table.add_column(heading, justify="left" if heading == "layout" else "right", no_wrap=heading != "layout")
     differences: dict[str, list[tuple[float, str]]] = {"rehearsed": [], "estimate": []}
+    left_out = False
     for case in cases():
         there, here, guess = gpu.get(case.name, {}), meta.get(case.name, {}), case.estimate_gib()
         true, found = (line["peak_bytes"] / GIB if "peak_bytes" in line else None for line in (there, here))
         eager = case.compiled and NOT_COMPILED in here.get("notes", ())
+        left_out |= eager
         cells = [f"{true:.2f}" if true else _missing(there), f"{found:.2f}{'*' * eager}" if found else _missing(here)]
         for which, value in (("rehearsed", found), ("estimate", guess)):
             cells += [f"{guess:.2f}"] * (which == "estimate")
@@ -233,7 +235,8 @@ def compare(measured: Path, rehearsed: Path) -> None:
         table.add_row(case.name, *cells)
     console = Console(width=96)
     console.print(table)
-    console.print("* rehearsed without torch.compile, and left out of the mean", highlight=False)
+    if left_out:
+        console.print("* rehearsed without torch.compile, and left out of the mean", highlight=False)
     for which, found in differences.items():
         if found:
             mean, worst = statistics.mean(abs(value) for value, _ in found), max(found, key=lambda one: abs(one[0]))

@@ -53,6 +53,7 @@ def test_files_are_compared(benchmark: Any, tmp_path: Path, capsys: pytest.Captu
     assert "rehearsed: 1 layouts, mean difference 5.00%, worst -5.0%" in text
     assert "estimate: 2 layouts" in text
     assert "15.00*" in text
+    assert "* rehearsed without torch.compile, and left out of the mean" in text
     assert "failed" in text
 
 
