@@ -138,7 +138,7 @@ def test_torchs_fsdp_counts_as_zero(run: Run, tmp_path: Path) -> None:
     for rank in found["ranks"]:
         adds_up(rank)
         zero = next(each for each in rank["techniques"] if each["technique"] == "zero")
-        assert zero["kinds"]["reduce_scatter"] == MODEL.layers + 1, "each block, and what is in none"
+        assert zero["kinds"]["reduce_scatter"] == MODEL.layers + 2, "each block, the embedding and the head"
         assert "unknown" not in {each["technique"] for each in rank["techniques"]}
 
 

@@ -242,7 +242,7 @@ def test_the_cells_of_a_full_row_are_its_layout_and_job() -> None:
     layout = one.layout
     assert (layout.dp, layout.tp, layout.pp, layout.cp, layout.zero, layout.mbs, layout.gas) == (8, 1, 1, 1, 3, 1, 4)
     assert (layout.recompute, one.job.seq, one.job.batch_tokens) == ("none", 4096, 8 * 4 * 4096)
-    assert (one.job.cluster.gpu.name, one.job.framework.name, one.job.precision) == ("h100", "torchtitan", "bf16")
+    assert (one.job.cluster.gpu.name, one.job.framework.name, one.job.precision) == ("h100", "torchtitan-0.2", "bf16")
     assert one.assumptions == ()
 
 
@@ -410,11 +410,11 @@ def test_an_a100_without_memory_size_is_an_assumption() -> None:
 
 ENGINES = {
     ("Composer+PyTorch FSDP1", "no"): "fsdp1-eager",
-    ("fms-fsdp FSDP1", "yes"): "torchtitan",
+    ("fms-fsdp FSDP1", "yes"): "torchtitan-0.2",
     ("fms-fsdp FSDP1", "no"): "fsdp1-eager",
-    ("torchtitan FSDP2", ""): "torchtitan-eager",
-    ("torchtitan FSDP2", "no"): "torchtitan-eager",
-    ("torchtitan FSDP2", "yes"): "torchtitan",
+    ("torchtitan FSDP2", ""): "torchtitan-0.2-eager",
+    ("torchtitan FSDP2", "no"): "torchtitan-0.2-eager",
+    ("torchtitan FSDP2", "yes"): "torchtitan-0.2",
     ("flash-attn training (Lightning)", "no"): "flash-training",
     ("nanotron", ""): "nanotron",
     ("nanotron", "no"): "nanotron",
@@ -444,7 +444,7 @@ ENGINES = {
     ("NeMo/Megatron-Core", ""): "megatron-core",
 }
 UNKNOWN_ENGINES = {
-    ("torchtune full_finetune_single_device", "yes"): "torchtitan",
+    ("torchtune full_finetune_single_device", "yes"): "torchtitan-0.2",
     ("torchtune full_finetune_single_device", "no"): "eager",
     ("lit-gpt + flash-attn", ""): "eager",
 }
@@ -465,16 +465,16 @@ def test_a_known_engine_is_its_preset_and_no_assumption(system: str, compiled: s
     ("system", "compiled", "name"),
     [
         *((*key, name) for key, name in UNKNOWN_ENGINES.items()),
-        ("my trainer", "yes", "torchtitan"),
-        ("my trainer", "true", "torchtitan"),
+        ("my trainer", "yes", "torchtitan-0.2"),
+        ("my trainer", "true", "torchtitan-0.2"),
         ("my trainer", "no", "eager"),
         ("my trainer", "", "eager"),
         ("", "", "eager"),
         ("MegaScale", "", "megatron-core"),
         ("GPT-NeoX on Frontier", "", "megatron-core"),
-        ("MaxText (JAX)", "", "torchtitan"),
-        ("OLMo-core", "no", "torchtitan-eager"),
-        ("OLMo-core", "yes", "torchtitan"),
+        ("MaxText (JAX)", "", "torchtitan-0.2"),
+        ("OLMo-core", "no", "torchtitan-0.2-eager"),
+        ("OLMo-core", "yes", "torchtitan-0.2"),
         ("PyTorch FSDP", "", "fsdp1-eager"),
     ],
 )

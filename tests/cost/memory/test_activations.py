@@ -171,7 +171,8 @@ def test_chunked_head_over_a_cut_vocabulary(sequence_parallel: bool) -> None:
     tokens, residual = 65_536, 65_536 * 8192 / (8 if sequence_parallel else 1)
     assert head.saved[0] == 2 * residual + 8 * tokens + 4 * 525_336_576 / 8
     gathered = (tokens + 32_768) * 8192 if sequence_parallel else 0
-    assert head.forward[0] == head.peak[0] == head.saved[0] + residual + 2 * 525_336_576 + gathered
+    assert head.forward[0] == head.saved[0] + residual + 2 * 525_336_576 + gathered
+    assert head.peak[0] == head.saved[0] + residual + 2 * 525_336_576 / 8  # in backward
 
 
 @pytest.mark.parametrize(
