@@ -32,7 +32,7 @@ def data_traffic(work: Workload, params: RankParameters) -> tuple[CollectiveTran
 
 def reduced_bytes(job: Job) -> int:
     """Bytes of an element's gradient on its way between ZeRO's ranks."""
-    return compute_bytes(job) if job.framework.accumulation == "two-formats" else gradient_bytes(job)
+    return compute_bytes(job) if job.framework.accumulation == "bf16-and-fp32" else gradient_bytes(job)
 
 
 def data_exposed_s(work: Workload, reduction: Array, backward: Array, layers: Array) -> Array:

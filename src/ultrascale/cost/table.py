@@ -29,7 +29,7 @@ Share: TypeAlias = tuple[int, ...]
 # With unequal ranks, closed forms of split backwards are up to 12 % below those with equal ones: others' W fills the bubble.
 SPLIT_MARGIN = 0.85
 BLOCK = 16_384  # rows at a time: the working arrays of a block stay in the cache
-LEAST_PEAK = 0.99  # of what the bound adds up: it was 0.2 % above the walked peak of a V schedule
+BOUND_MARGIN = 0.99  # of what the bound adds up: it was 0.2 % above the walked peak of a V schedule
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def _peaks(asked: Sequence[_GroupRows], lower_bounds: bool = False) -> list[Arra
             for variant, rank in holders:
                 waiting = rows_of(group.in_flight[variant, rank], of_gas)
                 np.maximum(peak[variant, block], mine.total(job, waiting), out=peak[variant, block])
-    return [LEAST_PEAK * one for one in found] if lower_bounds else found
+    return [BOUND_MARGIN * one for one in found] if lower_bounds else found
 
 
 def _step_lower_bounds_s(groups: Sequence[_VariantGroup]) -> list[Array]:

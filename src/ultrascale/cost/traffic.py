@@ -354,7 +354,7 @@ def _zero(stage: Stage) -> Calls:
             yield moved.gather, gathers
         if narrow.scales[0]:
             yield transfer(stage.machine, "zero", "all_reduce", FP32 * narrow.scales, stage.work.places.shard), 1
-        if job.framework.accumulation == "two-formats" and layout.zero < 3:
+        if job.framework.accumulation == "bf16-and-fp32" and layout.zero < 3:
             whole = communication.reduced_bytes(job) * params.trunk
             yield transfer(stage.machine, "zero", "all_reduce", whole, stage.work.places.shard), scatters
         else:
@@ -385,7 +385,7 @@ def _gathers_by_group(stage: Stage, gathers: int) -> Calls:
     yield communication.zero_traffic(stage.work, params.trunk - head, params.experts).gather, gathers
     if stage.head:
         yield of_head.gather, gas * job.framework.head_gathers
-        if job.model.tied_embeddings and stage.embedding and job.framework.loss in activations.EIGHTHS:
+        if job.model.tied_embeddings and stage.embedding and job.framework.loss in activations.CHUNKED_GRADIENTS:
             yield of_head.scatter, gas
 
 

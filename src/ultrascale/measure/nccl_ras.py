@@ -37,7 +37,7 @@ _RANKS = re.compile(
 
 
 @dataclass
-class _Ranks:
+class _RankSet:
     """Of a communicator, alike in something; a text names them only where they are few."""
 
     number: int = 0
@@ -62,12 +62,12 @@ class _Ranks:
 class _Communicator:
     name: str
     size: int
-    missing: dict[str, _Ranks] = field(default_factory=dict)
+    missing: dict[str, _RankSet] = field(default_factory=dict)
     """by reason"""
-    states: dict[str, _Ranks] = field(default_factory=dict)
-    counts: dict[str, dict[int, _Ranks]] = field(default_factory=dict)
+    states: dict[str, _RankSet] = field(default_factory=dict)
+    counts: dict[str, dict[int, _RankSet]] = field(default_factory=dict)
     """of collectives that were launched, by kind"""
-    errors: dict[str, _Ranks] = field(default_factory=dict)
+    errors: dict[str, _RankSet] = field(default_factory=dict)
 
 
 SILENT, DEAD, WITHOUT = "no answer", "no answer, considered dead", "an answer without this communicator"
@@ -111,15 +111,15 @@ def _of_json(data: dict[str, Any]) -> _Communicator:
             state = "ABORT"
         elif status["finalize_called"] or status["destroy_flag"]:
             state = "FINALIZE"
-        found.states.setdefault(state, _Ranks()).add(rank, where)
+        found.states.setdefault(state, _RankSet()).add(rank, where)
         for error in {status["init_state"], status["async_error"]} - {0, IN_PROGRESS}:
-            found.errors.setdefault(_ERRORS.get(error, f"error {int(error)}"), _Ranks()).add(rank, where)
+            found.errors.setdefault(_ERRORS.get(error, f"error {int(error)}"), _RankSet()).add(rank, where)
         for kind, count in one["collective_counts"].items():
-            found.counts.setdefault(str(kind)[:40], {}).setdefault(int(count), _Ranks()).add(rank, where)
+            found.counts.setdefault(str(kind)[:40], {}).setdefault(int(count), _RankSet()).add(rank, where)
     for one in data["missing_ranks"]:
         status = one["status"]
         why = DEAD if status["considered_dead"] else SILENT if status["unresponsive"] else WITHOUT
-        found.missing.setdefault(why, _Ranks()).add(int(one["rank"]), _where(one))
+        found.missing.setdefault(why, _RankSet()).add(int(one["rank"]), _where(one))
     return found
 
 
@@ -132,7 +132,7 @@ def _of_text(text: str) -> tuple[list[_Communicator], int, list[str]]:
     sizes: dict[str, int] = {}
     found: dict[str, _Communicator] = {}
     notes, total, kind = [], 0, "collective"
-    current, ranks = _Communicator("", 0), _Ranks()  # before the first
+    current, ranks = _Communicator("", 0), _RankSet()  # before the first
     for line in text.splitlines():
         if (group := _GROUP.fullmatch(line)) is not None:
             sizes[group[1]], total = int(group[3]), total + int(group[2])
@@ -141,18 +141,18 @@ def _of_text(text: str) -> tuple[list[_Communicator], int, list[str]]:
         elif (process := _PROCESS.fullmatch(line)) is not None:
             notes.append(f"{process[1].replace('Process', 'process')} (GPU {process[2]}) does not answer")
         elif (missing := _MISSING.fullmatch(line)) is not None:
-            ranks = current.missing.setdefault(SILENT, _Ranks(int(missing[1])))
+            ranks = current.missing.setdefault(SILENT, _RankSet(int(missing[1])))
         elif (counts := _COUNTS.fullmatch(line)) is not None:
             kind = counts[1]
         elif (one := _RANKS.fullmatch(line)) is not None:
             if one["state"] == "NOCOMM":
-                ranks = current.missing.setdefault(WITHOUT, _Ranks())
+                ranks = current.missing.setdefault(WITHOUT, _RankSet())
             elif one["state"]:
-                ranks = current.states.setdefault(one["state"], _Ranks())
+                ranks = current.states.setdefault(one["state"], _RankSet())
             elif one["count"] or one["none"]:
-                ranks = current.counts.setdefault(kind, {}).setdefault(int(one["count"] or 0), _Ranks())
+                ranks = current.counts.setdefault(kind, {}).setdefault(int(one["count"] or 0), _RankSet())
             elif one["error"]:
-                ranks = current.errors.setdefault(one["error"], _Ranks())
+                ranks = current.errors.setdefault(one["error"], _RankSet())
             if one["number"]:
                 ranks.number = int(one["number"])
             else:
@@ -164,7 +164,7 @@ def _of_text(text: str) -> tuple[list[_Communicator], int, list[str]]:
 def _problems(one: _Communicator) -> Iterator[Problem]:
     of = f"communicator {one.name}" + (f" of {one.size:,} ranks" if one.size else "")
 
-    def problem(what: str, kind: str, ranks: _Ranks, sentence: str, sequence: int = 0) -> Problem:
+    def problem(what: str, kind: str, ranks: _RankSet, sentence: str, sequence: int = 0) -> Problem:
         return Problem(one.name, one.size, sequence, kind, what, tuple(ranks.named), f"{sentence}{ranks.places}")
 
     for why, ranks in one.missing.items():
@@ -190,5 +190,5 @@ def _problems(one: _Communicator) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _verb(ranks: _Ranks, one: str, several: str) -> str:
+def _verb(ranks: _RankSet, one: str, several: str) -> str:
     return one if ranks.number == 1 else several

@@ -7,6 +7,7 @@ inside a kernel of ours.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -89,7 +90,7 @@ class CollectiveCall(NamedTuple):
     """bytes that this rank sends; fractional where ranks do not divide the buffer"""
 
 
-class OperatorCounter(LiveBytes):  # type: ignore[no-untyped-call]
+class OperatorCounter(LiveBytes, ABC):  # type: ignore[no-untyped-call]
     """Tracks live memory, as `LiveBytes`, and counts FLOPs and collectives by position in the step."""
 
     def __init__(self, fake: QuickFakeTensorMode | None = None) -> None:
@@ -109,12 +110,13 @@ class OperatorCounter(LiveBytes):  # type: ignore[no-untyped-call]
     def position(self) -> StepPosition:
         return StepPosition(self.phase, None, self.layer)
 
+    @abstractmethod
     def technique_of(self, group: dist.ProcessGroup) -> str:
-        raise NotImplementedError
+        """The owner of the group's collectives, such as tensor."""
 
+    @abstractmethod
     def where(self, place: int | None) -> str:
         """forward, backward, or the phase."""
-        raise NotImplementedError
 
     def track(self, tensors: Iterable[Tensor], owner: str) -> None:
         super().track(tensors, owner)

@@ -82,7 +82,10 @@ class TraceFile:
 
 
 def _no_trace(path: Path, why: str) -> str:
-    return f"--trace {path} is no trace ({why}): give what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
+    return (
+        f"--trace {path} is no trace ({why}): give what torch.profiler's export_chrome_trace wrote (.json, .json.gz), or an "
+        "SQLite export of Nsight Systems"
+    )
 
 
 def _pieces(path: Path) -> Iterator[str]:

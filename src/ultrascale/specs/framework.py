@@ -50,27 +50,27 @@ class Framework(BaseModel):
         "fp32",
         "log-softmax",
         "chunked",
-        "eighths",
-        "eighths-fp32",
+        "chunked-gradients",
+        "chunked-gradients-fp32",
     ] = Field(
         "fused",
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
         "softmax, then gradient (Megatron's unfused); cast: the same beside the logits in the compute format, until they are "
         "cast (Megatron's fusion without Transformer Engine); fp32: each is written out and kept; "
         "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
-        "chunked: an eighth of the logits at a time; eighths: the same with gradients of hidden states and head, summed in "
-        "fp32 (torchtitan from 0.3 on); eighths-fp32: and their logits are written out in fp32; "
+        "chunked: an eighth of the logits at a time; chunked-gradients: the same with gradients of hidden states and head, "
+        "summed in fp32 (torchtitan from 0.3 on); chunked-gradients-fp32: and their logits are written out in fp32; "
         "at-once: 4096 tokens at a time (times tp), gradients of hidden states and head made with the loss and kept instead",
     )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
-    accumulation: Literal["separate", "fused", "after-backward", "unsharded", "two-formats"] = Field(
+    accumulation: Literal["separate", "fused", "after-backward", "unsharded", "bf16-and-fp32"] = Field(
         "separate",
         description="separate: each weight gradient is added as it is made; fused: the weight-gradient GEMM adds into the fp32 "
         "gradient itself; after-backward: a micro-batch's gradients wait in bf16 for the end of its backward, and ZeRO-1 "
         "all-reduces whole gradients (nanotron); unsharded: ZeRO adds whole gradients of several micro-batches and "
-        "reduce-scatters after the last (Accelerate); two-formats: ZeRO-1 and 2 hold whole gradients in bf16 too and "
+        "reduce-scatters after the last (Accelerate); bf16-and-fp32: ZeRO-1 and 2 hold whole gradients in bf16 too and "
         "all-reduce these (DeepSpeed)",
     )
     stage_split: Literal["balanced", "layers", "layers-and-head", "nanotron"] = Field(
@@ -116,10 +116,10 @@ class Framework(BaseModel):
         description="the engine was traced operator by operator: short-lived tensors are counted while they live, else all "
         "at once; full recomputation ends at the last tensor that backward needs (torch.utils.checkpoint)",
     )
-    buffers: Literal["at-once", "in-turn"] = Field(
-        "at-once",
-        description="communication buffers and fresh gradients without exact_memory_trace: all live at once, as a planner must "
-        "assume; or where the engine's rehearsals show them (cost/memory/in_turn.py)",
+    buffers: Literal["concurrent", "rehearsed"] = Field(
+        "concurrent",
+        description="communication buffers and fresh gradients without exact_memory_trace: all live at the same time, as a "
+        "planner must assume; or when the engine's rehearsals show them (cost/memory/rehearsed_engines.py)",
     )
     norm: Literal["fused", "fp32"] = Field(
         "fused", description="a norm keeps its input; or that in fp32, and the result before its weight (transformers)"
@@ -165,7 +165,7 @@ class Framework(BaseModel):
     @property
     def keeps_heads_before_norm(self) -> bool:
         """Queries and keys that are normed are kept before their norm too."""
-        return self.transformer_engine or self.exact_memory_trace or self.buffers == "in-turn"
+        return self.transformer_engine or self.exact_memory_trace or self.buffers == "rehearsed"
 
     @property
     def router_bytes(self) -> int:

@@ -16,7 +16,7 @@ from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_by
 from ultrascale.specs.job import Job
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
-EIGHTHS = ("eighths", "eighths-fp32")
+CHUNKED_GRADIENTS = ("chunked-gradients", "chunked-gradients-fp32")
 LOSS_CHUNK = 4096  # tokens at a time of a loss that computes its gradients in forward (kernels/loss.py)
 
 
@@ -245,8 +245,8 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
         "cast": (FP32, FP32 + b),
     }
-    if job.framework.loss in EIGHTHS:
-        return _head_in_eighths(job, columns)
+    if job.framework.loss in CHUNKED_GRADIENTS:
+        return _head_chunked_gradients(job, columns)
     # Where a loss that comes with its gradients is not used, plain operators are.
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
     saved, peak = by_loss[loss]
@@ -287,7 +287,7 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     return HeadActivations(saved, peak, forward, np.zeros(len(columns)))
 
 
-def _head_in_eighths(job: Job, columns: LayoutColumns) -> HeadActivations:
+def _head_chunked_gradients(job: Job, columns: LayoutColumns) -> HeadActivations:
     """Logits of an eighth of the tokens at a time. Live beside them: the norm's output, gathered, and a copy of its chunks, and
     the gradient of hidden states in fp32. `backward` has the last chunk's logits, when the head's gradient is reduced.
     """
@@ -297,6 +297,6 @@ def _head_in_eighths(job: Job, columns: LayoutColumns) -> HeadActivations:
     logits = tokens / CHUNKS * job.model.vocab / columns.tp
     # Over a cut vocabulary: shifted logits, zeros, softmax and gradient; else log-softmax and two gradients.
     in_fp32 = np.where(columns.tp > 1, 4, 3) * FP32 + b
-    peak = hidden + (in_fp32 if job.framework.loss == "eighths-fp32" else 2 * b) * logits
+    peak = hidden + (in_fp32 if job.framework.loss == "chunked-gradients-fp32" else 2 * b) * logits
     saved = norm_bytes(job) * wide / columns.sequence_cut + b * wide
     return HeadActivations(np.asarray(saved), np.asarray(peak), np.asarray(peak), np.asarray(hidden + b * logits))

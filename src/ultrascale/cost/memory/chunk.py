@@ -370,7 +370,7 @@ class ChunkMemory:
         return np.asarray(self.own.ends - self.tied_group - self.embedding_group)
 
     @cached_property
-    def last_ends(self) -> Array:
+    def embedding_or_tied_group(self) -> Array:
         """Elements of embedding, or of embedding and head, whose gradients are the last of a whole backward."""
         return np.asarray(self.tied_group + self.embedding_group)
 
@@ -409,7 +409,7 @@ class ChunkMemory:
         """Input of the chunk's last reduce-scatter, which FSDP keeps until the next: the embedding where the chunk has it, else
         its first layer; where a split backward reduce-scatters after the weight gradients, its last group.
         """
-        first = np.where(self.last_ends > 0, self.last_ends, self.own.block)
+        first = np.where(self.embedding_or_tied_group > 0, self.embedding_or_tied_group, self.own.block)
         return self._kept_reduce_scatter_input(np.where(self.columns.split_backward, self.last_group, first))
 
     @cached_property

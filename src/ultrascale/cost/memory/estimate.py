@@ -16,7 +16,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare, rows_of
 from ultrascale.cost.memory import tensors
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint
-from ultrascale.cost.memory.in_turn import engine_points
+from ultrascale.cost.memory.rehearsed_engines import engine_points
 from ultrascale.cost.memory.states import (
     StateBytes,
     accumulates_nothing,
@@ -172,9 +172,9 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
         backward_start, backward_end = live.at(ChunkEvent.BACKWARD_START), tensors.backward_end(chunk, live)
         last_backward_end = tensors.last_backward_end(chunk, gradients)
     else:
-        in_turn = job.framework.buffers == "in-turn"  # no buffer of a backward is live at the end of a forward
+        rehearsed = job.framework.buffers == "rehearsed"  # no buffer of a backward is live at the end of a forward
         forward_end = (
-            MemoryPoint.nothing(len(columns)) if in_turn else MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
+            MemoryPoint.nothing(len(columns)) if rehearsed else MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
         )
         input_grads_end = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
         backward_start = backward_end = last_backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
@@ -206,7 +206,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         live = tensors.chunk_events(chunk, state.gradients)
         loss, weight_grads = tensors.loss_peak(chunk, live), tensors.weight_grads_peak(chunk, live)
     else:
-        points = engine_points if job.framework.buffers == "in-turn" else _untraced_points
+        points = engine_points if job.framework.buffers == "rehearsed" else _untraced_points
         layer, split_layer, loss = points(chunk, state.gradients)
         weight_grads = MemoryPoint(np.zeros(len(columns)), layer.buffers, state.gradients, np.zeros(len(columns)))
     if job.framework.fused_blocks:

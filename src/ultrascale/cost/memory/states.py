@@ -310,7 +310,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
     in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
     on_gpu = columns.is_("offload", "none")
     gradients = np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole)
-    if job.framework.accumulation == "two-formats":
+    if job.framework.accumulation == "bf16-and-fp32":
         # Of ZeRO-1 those of backward, which the next micro-batch finds; of ZeRO-2 always, and shards from the first reduction.
         first = columns.gas == 1
         beside = np.where((zero == 1) & first, 0.0, compute * params.total)

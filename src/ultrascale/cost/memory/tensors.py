@@ -433,7 +433,7 @@ def _chunk_tensors(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifet
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_START, event.WEIGHT_GRADS)
     yield TensorLifetime("gradients", "gradients", accumulated, event.WEIGHT_GRADS, event.ROOT_REDUCE_SCATTER)
     # Of a step's only backward, shards whose reduce-scatter is running were not there before.
-    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.last_ends) / chunk.rank_params.total
+    arriving = np.where(chunk.columns.split_backward, chunk.own.total, chunk.embedding_or_tied_group) / chunk.rank_params.total
     there = gradients * (1 - np.where(chunk.single_backward, arriving, 0.0))
     yield TensorLifetime("gradients", "gradients", there, event.ROOT_REDUCE_SCATTER, event.END)
 
@@ -526,13 +526,13 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     own, b, g, late = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns.split_backward
     in_flight = chunk.saved + np.where(late, chunk.deferred, 0.0)
     yield activation("this micro-batch, in flight until now", -in_flight, root, end)
-    weight_grads = np.where(late, g * (own.total - own.padding), b * chunk.last_ends)
-    group = np.where(late & (chunk.last_ends == 0), chunk.head_group, chunk.last_ends)
+    weight_grads = np.where(late, g * (own.total - own.padding), b * chunk.embedding_or_tied_group)
+    group = np.where(late & (chunk.embedding_or_tied_group == 0), chunk.head_group, chunk.embedding_or_tied_group)
     yield buffer("weight gradients", weight_grads, root, end)
     yield buffer("reduce-scatter input", g * group, root, layer)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(group), root, layer)
     yield buffer("reduce-scatter input, less the root's gradients", g * (own.block - own.ends), layer, end)
-    first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - chunk.last_ends))
+    first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - chunk.embedding_or_tied_group))
     yield buffer("gradients of the layers", first_layers, root, end)
     yield buffer("gradients of the root", chunk.first_gradients(own.ends), layer, end)
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
@@ -555,7 +555,7 @@ def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
     It follows the layers' in a whole backward, and comes first after deferred weight gradients.
     """
     own, b, late = chunk.own, compute_bytes(chunk.job), chunk.columns.split_backward
-    ends = np.where(late & (chunk.last_ends == 0), chunk.head_group, chunk.last_ends)
+    ends = np.where(late & (chunk.embedding_or_tied_group == 0), chunk.head_group, chunk.embedding_or_tied_group)
     group = np.where(ends > 0, ends, own.block)
     reduced = np.where(late, 0.0, own.total - group)
     return MemoryPoint(

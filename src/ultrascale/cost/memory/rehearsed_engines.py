@@ -13,7 +13,7 @@ from enum import IntEnum, auto
 import numpy as np
 
 from ultrascale.cost.columns import Array
-from ultrascale.cost.memory.activations import EIGHTHS
+from ultrascale.cost.memory.activations import CHUNKED_GRADIENTS
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 
@@ -43,30 +43,30 @@ def engine_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoint]
 def _head(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     event, head, framework = EngineEvent, chunk.share.head, chunk.job.framework
     b, g, columns = compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns
-    eighths, weight = framework.loss in EIGHTHS, head * chunk.vocabulary_gradient / b
+    with_gradients, weight = framework.loss in CHUNKED_GRADIENTS, head * chunk.vocabulary_gradient / b
     plain = chunk.head.peak if framework.loss != "log-softmax" else chunk.head.forward
     yield activation("head and loss, in forward", head * plain, event.LOSS_FORWARD, event.LOSS)
     yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.HEAD_REDUCE)
-    at_reduce = chunk.head.backward if eighths else chunk.head.saved
+    at_reduce = chunk.head.backward if with_gradients else chunk.head.saved
     yield activation("hidden states and their gradient", head * at_reduce, event.HEAD_REDUCE, event.LAYER_BACKWARD)
     gathers = _gathers(chunk) & (framework.live_parameters == 0)
     # FSDP copies a group out of its all-gather buffer, which the next all-gather frees.
-    copies = 1 if eighths else 2
+    copies = 1 if with_gradients else 2
     yield buffer("gathered head", np.where(gathers, copies * b * weight, 0.0), event.LOSS_FORWARD, event.LOSS)
     yield buffer("gathered head", np.where(gathers, b * weight, 0.0), event.LOSS, event.LAYER_BACKWARD)
-    if eighths:
+    if with_gradients:
         yield buffer("sum of the head's gradients", g * weight, event.LOSS_FORWARD, event.LAYER_BACKWARD)
     fsdp = _is_fsdp(chunk)
-    fresh = np.where(fsdp & (not eighths), b * weight, 0.0)
+    fresh = np.where(fsdp & (not with_gradients), b * weight, 0.0)
     reduced = np.where(fsdp, g * weight, 0.0)
     yield buffer("head's fresh weight gradient", fresh, event.HEAD_REDUCE, event.LAYER_BACKWARD)
     yield buffer("reduce-scatter input", reduced, event.HEAD_REDUCE, event.LAYER_BACKWARD)
     shard = np.where(fsdp, g * weight / columns.shards, 0.0)
     yield buffer("reduce-scatter output", shard, event.HEAD_REDUCE, event.LAYER_BACKWARD)
-    if eighths and chunk.job.model.tied_embeddings:  # a tied head's gradient is reduced apart from the embedding's
+    if with_gradients and chunk.job.model.tied_embeddings:  # a tied head's gradient is reduced apart from the embedding's
         yield buffer("head's gradient shard", shard, event.LOSS_FORWARD, event.LAYER_BACKWARD)
-    # It is freed when the next one begins, or a backward ends: that of a loss in eighths is one of its own.
-    kept = 0.0 * reduced if eighths else reduced
+    # It is freed when the next one begins, or a backward ends: that of a chunked loss with gradients is one of its own.
+    kept = 0.0 * reduced if with_gradients else reduced
     yield buffer("head's reduce-scatter input", kept, event.LAYER_BACKWARD, event.LAYER_REDUCE)
 
 
