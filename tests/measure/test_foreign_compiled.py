@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, empty
+from torch.distributed import ProcessGroup
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ultrascale.measure.foreign.compiled import CompiledGraph
@@ -17,6 +18,9 @@ ROWS, WIDTH = 32, 8
 
 
 class _Counter(OperatorCounter):  # type: ignore[no-untyped-call]
+    def technique_of(self, group: ProcessGroup) -> str:
+        return "other"
+
     def where(self, place: int | None) -> str:
         return "forward"
 
