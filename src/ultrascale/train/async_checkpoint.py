@@ -49,7 +49,9 @@ class CheckpointManager:
         self.engine, self.run, self.settings = engine, run, settings
         self.moving: Callable[[], None] = lambda: None
         """callback, called every second while the loop waits for the disk"""
-        self.group = own_group(engine)
+        if engine.mesh.rank == 0:
+            checkpoint.begin(run)
+        self.group = own_group(engine)  # which ranks create together: no rank saves before partial checkpoints are deleted
         # Only rank 0 writes the manifest. The digest is needed for the first checkpoint, not for the first step.
         self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
         self.saved: int | None = None
@@ -66,8 +68,6 @@ class CheckpointManager:
         self._buffer = (
             _allocate(_states(engine, True, engine.optimizer.moments), self._stream is not None) if background else None
         )
-        if engine.mesh.rank == 0:
-            checkpoint.begin(run)
 
     def save(self, step: int, wait: bool = False) -> float:
         """Saves the state after `step` steps. Returns the seconds for which it has blocked training so far."""
