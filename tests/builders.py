@@ -42,6 +42,10 @@ def make_job(
     )
 
 
+def with_constants(gpus: int, **constants: float) -> Cluster:
+    return Cluster.from_mapping({"gpu": "h100", "gpus": gpus, "efficiency": constants})
+
+
 def make_plan(layout: Layout, model: str | Model = "llama-3-8b", cluster: str = "64xh100", seq: int = 8192) -> Plan:
     """A plan of the layout with its estimate, on the idealised engine."""
     job = make_job(model, cluster, seq, layout)

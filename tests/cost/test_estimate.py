@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from builders import make_job
+from builders import make_job, with_constants
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.specs.cluster import Cluster
@@ -19,10 +19,6 @@ from ultrascale.specs.gpu import GPU
 from ultrascale.specs.layout import Layout
 
 N8 = 8_030_261_248
-
-
-def with_constants(gpus: int, **constants: float) -> Cluster:
-    return Cluster.from_mapping({"gpu": "h100", "gpus": gpus, "efficiency": constants})
 
 
 def traffic(predicted: Estimate) -> dict[tuple[str, str], Traffic]:
@@ -241,17 +237,18 @@ def test_naive_hooks_and_buckets() -> None:
 
 
 def test_a_dense_model_has_no_expert_gathers() -> None:
-    """ZeRO-3 on 512 ranks: one gather a layer and pass, not a second one of no bytes and 63 hops between nodes.
+    """ZeRO-3 on 512 ranks: one gather a layer and pass, not a second one of no bytes and 511 steps.
 
-    Where latency rules (1 ms a hop) a gather or scatter takes 63 ms; 32 layers, embedding and head gather twice, scatter once.
+    Where latency rules (1 ms a step) a gather or scatter takes 511 ms, at 0.5 ms half of it; 32 layers, embedding and head
+    gather twice, scatter once.
     """
     layout = Layout(dp=512, zero=3)
     moved = estimate(make_job("llama-3-8b", "512xh100", 8192, layout), layout).traffic
     assert {(one.technique, one.collective) for one in moved} == {("zero", "all_gather"), ("zero", "reduce_scatter")}
     of = make_job("llama-3-8b", with_constants(512, network_latency_s=1e-3, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
-    quick = make_job("llama-3-8b", with_constants(512, network_latency_s=0.0, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
+    quick = make_job("llama-3-8b", with_constants(512, network_latency_s=5e-4, overlap=0.0, overlap_slowdown=0.0), 8192, layout)
     latency_s = estimate(of, layout).time.zero_s - estimate(quick, layout).time.zero_s
-    assert latency_s == pytest.approx(34 * 3 * 63e-3, rel=1e-6)
+    assert latency_s == pytest.approx(34 * 3 * 511 * 5e-4, rel=1e-6)
 
 
 def test_the_documentation_names_every_constant_and_its_default() -> None:

@@ -146,3 +146,18 @@ def test_gpu_estimates_ignore_host_constants() -> None:
     assert totals[0] == totals[1]
     for end in (operators.head, operators.embedding):
         assert not end(jobs[0], columns, ClusterRates(jobs[0])).launch.total.any()
+
+
+def test_launches_go_on_while_collectives_run() -> None:
+    """An eager dense layer on tp 8 with one short sequence waits for the larger of launching, and of computing and sending."""
+    layout = Layout(tp=8, mbs=1)
+    eager = Framework.load("nanotron")
+    job = Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("8xh100"), seq=512, batch_tokens=512, framework=eager)
+    rows = LayoutColumns.of([layout])
+    host_s = 3 * float(host.layer_launch_s(job, rows, ClusterRates(job), False)[0])
+    time = estimate(job, layout).time
+    layers = job.model.layers
+    assert time.tensor_s > 0
+    busy_s = time.matmul_s + time.attention_s + time.memory_bound_s + time.tensor_s
+    assert time.launch_s < layers * host_s
+    assert time.launch_s + busy_s == pytest.approx(layers * host_s, rel=0.2)  # the rest is that of embedding and head

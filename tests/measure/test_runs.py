@@ -12,6 +12,7 @@ from row_builders import FULL, PUBLISHED, row, run, write
 from ultrascale.measure.accuracy.fields import dispatcher_of, framework_of, gpu_kind
 from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
 from ultrascale.measure.accuracy.scores import score
+from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
 
@@ -527,6 +528,21 @@ def test_an_unknown_value_in_a_column_is_the_rows_reason() -> None:
     one = run(dispatcher="by pigeon")
     assert one.reason is not None
     assert "layout.dispatcher" in one.reason
+
+
+def test_a_row_says_its_network() -> None:
+    """One rate per GPU; or an all-reduce over all ranks, which on two nodes of 8 drives 8 NICs, at 80 % of their line rate."""
+
+    def cluster(**values: object) -> Cluster:
+        job = run(**values).job
+        assert job is not None
+        return job.cluster
+
+    given = cluster(gpus=16, dp=16, network_gb_s=12.5, network_latency_us=45)
+    assert given.network_gb_s == 12.5
+    assert given.efficiency.network_latency_s == pytest.approx(45e-6)
+    assert cluster(gpus=16, dp=16, allreduce_gb_s=128).network_gb_s == pytest.approx(128 / 8 / 0.8)
+    assert cluster(gpus=8, dp=8, allreduce_gb_s=128) == cluster(gpus=8, dp=8)
 
 
 def test_network_sharding_and_gradients_come_from_the_row() -> None:

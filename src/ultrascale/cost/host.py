@@ -149,6 +149,12 @@ def exposed_launches(busy: Passes, launch_s: Array) -> Passes:
     return Passes(np.maximum(0.0, launch_s - busy.forward), backward)
 
 
+def beside(launch: Passes, communication: Passes) -> Passes:
+    """What is left of a layer's exposed launches when its exposed communication counts as time in which the GPU is busy."""
+    backward = communication.input_grad + communication.weight_grad
+    return Passes(np.maximum(0.0, launch.forward - communication.forward), np.maximum(0.0, launch.input_grad - backward))
+
+
 def one_queue(job: Job, columns: LayoutColumns, machine: ClusterRates) -> bool:
     """Whether one queue runs through the whole step; else each layer waits for its own launches. Rows share their pp."""
     asynchronous = job.framework.fused_blocks and not machine.efficiency.synchronous

@@ -1,8 +1,8 @@
 """Network: bytes and time of collectives by algorithm and tier, where groups sit, and what communication is exposed.
 
 Volumes are the bus-bandwidth factors of nccl-tests (doc/PERFORMANCE.md); the ring and tree laws are those of Thakur,
-Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH", §4, with the hop counts that
-NCCL's own tuner uses (src/graph/tuning.cc) and its double binary trees (NCCL 2.4). Inside one domain the time is
+Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH", §4, with NCCL's double binary trees
+(NCCL 2.4). Inside one domain the time is
 
     base + steps · latency + (wire + copy · B/n) / β + sqrt(wire/β · fill)
 
@@ -91,15 +91,16 @@ def _domains(n: Floats, per_node: Floats) -> tuple[Floats, Floats]:
 def ring_time_s(op: Op, bytes: ArrayLike, n: ArrayLike, *, per_node: ArrayLike, intra: Link, inter: Link) -> Floats:
     """A ring through all members; g members per domain drive g NICs, so its bandwidth is min(intra, g · inter).
 
-    Steps as in NCCL: n−1, of which (domains−1) leave a domain; twice both for all_reduce.
+    All members send at every one of its n−1 steps (twice as many for all_reduce), so a step waits for the slowest hop. Seen on
+    16 and 32 ranks of 2 and 4 nodes: 0.7 and 1.75 ms for a small all_gather, 45 to 55 µs a step (docs/lab.md).
     """
     size, ranks = np.asarray(bytes, dtype=np.float64), np.asarray(n, dtype=np.float64)
     local, domains = _domains(ranks, np.asarray(per_node, dtype=np.float64))
     passes, inside = 1.0, np.full_like(ranks, intra.bytes_per_s)
     if op == "all_reduce":
         passes, inside = 2.0, np.where(ranks < SWITCH_REDUCES_FROM, 1.0, intra.switch_gain) * intra.bytes_per_s
-    latency = passes * ((ranks - domains) * intra.latency_s + (domains - 1.0) * inter.latency_s)
     spans = domains > 1.0
+    latency = passes * (ranks - 1.0) * np.where(spans, np.maximum(inter.latency_s, intra.latency_s), intra.latency_s)
     rate = np.where(spans, np.minimum(intra.bytes_per_s, local * inter.bytes_per_s), inside)
     base = intra.base_s + np.where(spans, inter.base_s, 0.0)
     own_copy = intra.copy * size / (ranks * intra.bytes_per_s)

@@ -58,7 +58,7 @@ class Efficiency(FrozenSpec):
         None, ge=1e-3, le=1, examples=[0.8], description="of the data sheet; None: measured for this kind"
     )
     network_bandwidth: float = Field(0.80, ge=1e-3, le=1, description="of the NIC's line rate that a collective gets")
-    network_latency_s: float = Field(1.2e-5, ge=0, le=1, description="per hop between nodes")
+    network_latency_s: float = Field(1.2e-5, ge=0, le=1, description="per step of a ring between nodes")
     overlap: float = Field(0.90, ge=0, le=1, description="share of a hidden transfer's window that really hides it")
     overlap_slowdown: float = Field(0.08, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
     host_link: float = Field(0.80, ge=1e-3, le=1, description="of the PCIe or C2C data sheet, for offload")

@@ -41,7 +41,8 @@ COLUMNS = (
     "gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "ep", "zero_stage", "micro_batch", "grad_accum",
     "global_batch_seqs", "recompute", "precision", "attention_impl", "compile", "tokens_per_s_per_gpu", "tflops_per_gpu",
     "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
-    "zero_shards", "node_network_gbps", "dispatcher", "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
+    "zero_shards", "node_network_gbps", "network_gb_s", "allreduce_gb_s", "network_latency_us", "dispatcher",
+    "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
     "stage_split", "grad_accum_fusion", "unmodelled",
 )  # fmt: skip
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
@@ -152,9 +153,9 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     degrees = _degrees(values, gpus)
     batch = _batch(values, degrees["dp"], assumptions)
     balanced = model.moe is not None and flag(values, "balanced_routing")
-    overrides: dict[str, Any] = {"efficiency": Efficiency(expert_imbalance=1.0)} if balanced else {}
-    if node_gbps := number(values, "node_network_gbps"):
-        overrides["network_gb_s"] = node_gbps / 8 / per_node
+    overrides = _network(values, gpus, per_node)
+    if balanced:
+        overrides["efficiency"] = overrides.get("efficiency", Efficiency()).model_copy(update={"expert_imbalance": 1.0})
     cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **overrides)
     attention = "plain" if framework.attention.startswith("plain") else "flash"
     job = build(
@@ -188,6 +189,21 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     if recompute is None:
         layout = _least_recompute(job, layout, assumptions)
     return job, layout, half
+
+
+def _network(values: Mapping[str, str], gpus: int, per_node: int) -> dict[str, Any]:
+    """Fields of the cluster: a rate of its network per GPU, of a node, or of an all-reduce over all ranks; and a latency."""
+    found: dict[str, Any] = {}
+    usual = Efficiency()
+    if node_gbps := number(values, "node_network_gbps"):
+        found["network_gb_s"] = node_gbps / 8 / per_node
+    if each := number(values, "network_gb_s"):
+        found["network_gb_s"] = each
+    if (bus := number(values, "allreduce_gb_s")) and gpus > per_node:  # every NIC of a node takes part
+        found["network_gb_s"] = bus / per_node / usual.network_bandwidth
+    if latency_us := number(values, "network_latency_us"):
+        found["efficiency"] = usual.model_copy(update={"network_latency_s": latency_us * 1e-6})
+    return found
 
 
 def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:
