@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +89,19 @@ _TORCHTITAN = (
     case(ONE, 4, dp=8, zero=3, mbs=2, gas=3, keep_gathered=True),
     case(QWEN, 4, dp=8, zero=3, mbs=4, recompute="selective"),
 )
+# 0.2 has no flavors of 1B.
+_TORCHTITAN_2 = (
+    case(EIGHT, 4, dp=8, zero=3),
+    case(EIGHT, 4, dp=8, zero=3, mbs=4, recompute="selective"),
+    case(EIGHT, 4, dp=8, zero=3, mbs=4, recompute="full"),
+    case(EIGHT, 4, dp=8, zero=3, gas=3),
+    case(EIGHT, 8, dp=2, zero=3, recompute="full"),
+    case(EIGHT, 4, dp=4, tp=2, zero=3, mbs=2),
+    case(EIGHT, 4, dp=2, tp=4, zero=3, mbs=2, recompute="selective"),
+    case(EIGHT, 4, dp=2, cp=4, zero=3, context_parallel="allgather", mbs=2, recompute="selective"),
+    case(EIGHT, 4, dp=1, mbs=2),
+    case(EIGHT, 4, dp=1, mbs=4, recompute="full"),
+)
 _LIBRARY = (
     case(ONE, 4, dp=8, zero=3),
     case(ONE, 4, dp=8, zero=3, mbs=4, recompute="full"),
@@ -99,6 +114,8 @@ _LIBRARY = (
 GRIDS: dict[str, tuple[Case, ...]] = {
     "torchtitan": _TORCHTITAN,
     "torchtitan-eager": _TORCHTITAN,
+    "torchtitan-0.2": _TORCHTITAN_2,
+    "torchtitan-0.2-eager": _TORCHTITAN_2,
     "accelerate": (*_LIBRARY, case(EIGHT, 2, dp=1, mbs=2), case(ONE, 4, dp=8, mbs=2, gas=3)),
     "deepspeed": (
         *_LIBRARY,
@@ -133,12 +150,13 @@ def rehearse(preset: str, case: Case) -> ForeignRehearsal:
     job = case.job(planned, whole=not engine.library)
     plan = Plan(job=job, layout=case.layout, estimate=estimate(job, case.layout))
     with TemporaryDirectory(prefix="ultrascale-") as folder:
-        exported = targets.engine_files(plan, engine.name, None if engine.library else "current", folder)
+        style = None if engine.library else "toml" if is_old(preset) else "current"
+        exported = targets.engine_files(plan, engine.name, style, folder)
         write.into(Path(folder), exported.files, force=True)
         config = Path(folder, exported.checks[0].engine.config)
         arguments = arguments_of(plan)
         if not engine.library:
-            config, arguments = _fewer_layers(config, case.layers), ()
+            config, arguments = (_fewer_layers_toml if is_old(preset) else _fewer_layers)(config, case.layers), ()
         asked = ForeignRequest(str(config), case.layout.gpus, case.rank, engine.name, arguments)
         return rehearse_foreign(replace(asked, gpus_per_node=job.cluster.gpus_per_node))
 
@@ -149,6 +167,24 @@ def _fewer_layers(config: Path, layers: int) -> Path:
     short = config.with_name("short.py")
     short.write_text(text + f"    del found.model_spec.model.layers[{layers}:]\n    return found\n", encoding="utf-8")
     return short
+
+
+def is_old(preset: str) -> bool:
+    """A preset of torchtitan 0.2, which must then be the one that is found first."""
+    return preset.startswith("torchtitan-0.2")
+
+
+def _fewer_layers_toml(config: Path, layers: int) -> Path:
+    name, flavor = (re.search(rf'^{key} = "(.+)"', config.read_text(encoding="utf-8"), re.M) for key in ("name", "flavor"))
+    assert name is not None
+    assert flavor is not None
+    module = f"from torchtitan.models.{name[1]} import {name[1]}_args as known\n\nknown['{flavor[1]}'].n_layers = {layers}\n"
+    config.with_name(f"short_{layers}.py").write_text(module, encoding="utf-8")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(config.parent), os.environ.get("PYTHONPATH", "")])
+    # Its default gathers the head once.
+    text = config.read_text(encoding="utf-8").replace('reshard_after_forward = "always"', 'reshard_after_forward = "default"')
+    config.write_text(text + '\n[experimental]\ncustom_import = "short_' + f'{layers}"\n', encoding="utf-8")
+    return config
 
 
 def stored(preset: str) -> list[tuple[Case, ForeignRehearsal]]:
@@ -205,7 +241,10 @@ def candidates(framework: Framework) -> dict[str, tuple[Any, ...]]:
 
 
 _WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers")
-_FLAGS = ("eager_activation", "gathered_inputs", "unrotated_heads", "keeps_gradients", "early_stop", "ddp_buckets")
+_FLAGS = (
+    "eager_activation", "gathered_inputs", "keeps_gathered_keys", "autocast", "unrotated_heads", "keeps_gradients",
+    "early_stop", "ddp_buckets",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,14 @@ class Case:
         )  # fmt: skip
 
     def estimate_gib(self) -> float:
-        """All tensors at the peak, for torchtitan compiled or not. A whole loss has no law of its own."""
-        layout = self.layout
+        """All tensors at the peak, for torchtitan compiled or not."""
+        layout, preset = self.layout, "torchtitan-0.2" if self.compiled else "torchtitan-0.2-eager"
         job = Job(
             model=FLAVORS[self.model],
             cluster=Cluster.load(f"{layout.gpus}xh200"),
             seq=self.seq,
             batch_tokens=layout.batch_tokens(self.seq),
-            framework=Framework.load("torchtitan-0.2" if self.compiled else "torchtitan-0.2-eager"),
+            framework=Framework.load(preset).model_copy(update={"loss_parallel": self.loss_parallel}),
         )
         [stage] = estimate(job, layout).memory
         return (stage.memory.total - stage.memory.runtime) / GIB

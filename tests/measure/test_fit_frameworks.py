@@ -13,7 +13,8 @@ import yaml
 from ultrascale.specs.files import package_data
 from ultrascale.specs.framework import Framework
 
-TOOL = Path(__file__).parents[2] / "tools" / "fit_frameworks.py"
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "fit_frameworks.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +27,16 @@ def tool() -> Any:
     return module
 
 
+OLD = ("torchtitan-0.2", "torchtitan-0.2-eager")
 PRESETS = ("torchtitan", "torchtitan-eager", "accelerate", "deepspeed", "megatron-local")
-FLOPS = {"torchtitan": 0.015, "deepspeed": 0.05, "megatron-local": 0.016}
+FLOPS = {"torchtitan": 0.015, "deepspeed": 0.05, "megatron-local": 0.016, **dict.fromkeys(OLD, 0.037)}
 """with tp, compiled code does not repeat attention's last GEMM; DeepSpeed's ZeRO-1 and 2 stop full recomputation early, and
 ZeRO-3 does not; Megatron's core_attn repeats flash attention"""
-SENT = {"deepspeed": 0.09}
+SENT = {"deepspeed": 0.09, **dict.fromkeys(OLD, 0.032)}
 """which parameters ZeRO-3 has freed when it needs them again depends on the order of its prefetches"""
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PRESETS + OLD)
 def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: Any) -> None:
     rows, framework = tool.stored(preset), Framework.load(preset)
     assert [str(case) for case, _ in rows] == [str(case) for case in tool.GRIDS[preset]]
@@ -47,9 +49,22 @@ def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: A
 
 
 def test_the_versions_rehearsed_are_in_the_preset(tool: Any) -> None:
-    for preset in PRESETS:
+    for preset in PRESETS + OLD:
         engines = {rehearsed.engine for _, rehearsed in tool.stored(preset)}
         assert all(engine in Framework.load(preset).seen for engine in engines)
+
+
+def test_estimates_are_those_of_layouts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no preset was fitted to (benchmarks/gpu/foreign.py)."""
+    folder = ROOT / "benchmarks" / "gpu"
+    monkeypatch.syspath_prepend(folder)
+    foreign = importlib.import_module("foreign")
+    measured = foreign.peaks_of(folder / "foreign_h200.json")
+    cases = foreign.cases()
+    assert {case.name for case in cases} == measured.keys()
+    differences = [abs(case.estimate_gib() / measured[case.name] - 1) for case in cases]
+    assert max(differences) < 0.06
+    assert sum(differences) / len(differences) < 0.015
 
 
 def test_a_field_is_found_from_rehearsals(tool: Any) -> None:

@@ -49,6 +49,8 @@ class Framework(BaseModel):
         "cast",
         "fp32",
         "log-softmax",
+        "dtensor",
+        "compiled",
         "chunked",
         "chunked-gradients",
         "chunked-gradients-fp32",
@@ -58,9 +60,14 @@ class Framework(BaseModel):
         "softmax, then gradient (Megatron's unfused); cast: the same beside the logits in the compute format, until they are "
         "cast (Megatron's fusion without Transformer Engine); fp32: each is written out and kept; "
         "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
+        "dtensor: the same, but over a cut vocabulary four fp32 copies in backward (torchtitan until 0.2, not compiled); "
+        "compiled: fused, but over a cut vocabulary logits, their fp32 copy and its softmax (the same, compiled); "
         "chunked: an eighth of the logits at a time; chunked-gradients: the same with gradients of hidden states and head, "
         "summed in fp32 (torchtitan from 0.3 on); chunked-gradients-fp32: and their logits are written out in fp32; "
         "at-once: 4096 tokens at a time (times tp), gradients of hidden states and head made with the loss and kept instead",
+    )
+    loss_parallel: bool = Field(
+        True, description="logits stay cut over tp; else every rank gathers them (counted in memory alone)"
     )
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
@@ -126,6 +133,13 @@ class Framework(BaseModel):
     )
     gathered_inputs: bool = Field(
         False, description="with sequence parallelism GEMMs keep their gathered inputs, which backward does not gather again"
+    )
+    keeps_gathered_keys: bool = Field(
+        False, description="context parallelism gathers keys and values of the whole sequence, and keeps them (torch's)"
+    )
+    autocast: bool = Field(
+        False,
+        description="without ZeRO: torch.autocast, so that the residual stream is fp32 and weights are cast when they are used",
     )
     unrotated_heads: bool = Field(False, description="the output of the q, k, v GEMM is kept beside rotated q and k")
     keeps_gradients: bool = Field(True, description="gradients stay allocated between steps, and are set to zero")

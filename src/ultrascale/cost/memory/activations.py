@@ -101,6 +101,9 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
         if model.mla is None:  # fewer kv heads than ranks to spread them over
             copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
             latents["copies of k, v"] = np.where(switches, copied, 0.0)
+    if model.mla is None and job.framework.keeps_gathered_keys:
+        gathered = 2 * b * tokens * model.kv_dim / kv_cut * columns.cp
+        latents["gathered k, v"] = np.where((columns.cp > 1) & ~switches, gathered, 0.0)
     heads = tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if model.qk_norm and job.framework.keeps_heads_before_norm:
         latents["q, k before norm"] = norm_bytes(job) * heads
@@ -234,24 +237,31 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
     statistics = 2 * FP32 * tokens
     logits = tokens * job.model.vocab / columns.tp
     cast = (b if b < FP32 else 0.0) + 2.0 * FP32  # logits, their fp32 copy, its softmax
-    by_loss: dict[str, tuple[float, Array | float]] = {
-        "overwritten": (b, b),
-        "fused": (b, 2.0 * b),
-        "in-place": (FP32, 2.0 * FP32),
+    cut = (columns.tp > 1) & job.framework.loss_parallel
+    # Bytes per logit: saved, at the start of backward, in forward.
+    by_loss: dict[str, tuple[Array | float, Array | float, Array | float]] = {
+        "overwritten": (b, b, b),
+        "fused": (b, 2.0 * b, b),
+        # torch's loss over a cut vocabulary is not compiled. Backward turns its softmax into the gradient: forward is fullest.
+        "compiled": (np.where(cut, FP32, b), np.where(cut, cast, 2.0 * b), np.where(cut, cast, b)),
+        "dtensor": (FP32, np.where(cut, 4.0 * FP32, 3.0 * FP32), cast),
+        "log-softmax": (FP32, np.where(cut, cast, 3.0 * FP32), cast),
+        "in-place": (FP32, 2.0 * FP32, 2.0 * FP32),
         # Logits that are fp32 already are not cast, and of them only the log-softmax is kept.
-        "fp32": (b + 2.0 * FP32, b + 3.0 * FP32) if b < FP32 else (1.0 * FP32, 3.0 * FP32),
-        # Over a cut vocabulary backward turns the softmax into the gradient: fullest is forward, with logits, cast, softmax.
-        "log-softmax": (FP32, np.where(columns.tp > 1, cast, 3.0 * FP32)),
-        "chunked": (b / CHUNKS, 2.0 * b / CHUNKS),
-        "cast": (FP32, FP32 + b),
+        "fp32": (b + 2.0 * FP32, b + 3.0 * FP32, cast) if b < FP32 else (1.0 * FP32, 3.0 * FP32, cast),
+        "chunked": (b / CHUNKS, 2.0 * b / CHUNKS, b / CHUNKS),
+        "cast": (FP32, FP32 + b, FP32 + b),
     }
     if job.framework.loss in CHUNKED_GRADIENTS:
         return _head_chunked_gradients(job, columns)
     # Where a loss that comes with its gradients is not used, plain operators are.
     loss = "log-softmax" if job.framework.loss == "at-once" else job.framework.loss
-    saved, peak = by_loss[loss]
     backward = norm + b * logits + b * tokens * job.model.hidden if loss == "log-softmax" else np.zeros(len(columns))
-    held = [np.asarray(norm + statistics + each * logits) for each in (saved, peak, cast)]
+    each = list(by_loss[loss])
+    if not job.framework.loss_parallel:  # whole, and in forward also the parts that are gathered
+        saved, peak, forward = (one * columns.tp for one in each)
+        each = [saved, peak, np.where(columns.tp > 1, np.maximum(forward, 2 * b * columns.tp + b), forward)]
+    held = [np.asarray(norm + statistics + one * logits) for one in each]
     plain = HeadActivations(held[0], held[1], held[2], np.asarray(backward))
     if job.framework.loss != "at-once":
         return plain

@@ -15,7 +15,7 @@ import numpy as np
 from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import CHUNKED_GRADIENTS
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
-from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
+from ultrascale.cost.memory.states import FP32, autocast, compute_bytes, gradient_bytes
 
 
 class EngineEvent(IntEnum):
@@ -26,6 +26,10 @@ class EngineEvent(IntEnum):
     LAYER_BACKWARD = auto()
     LAYER_REDUCE = auto()
     """of the layer's weight gradients"""
+    FIRST_LAYER = auto()
+    """the last one in backward, while the embedding is gathered"""
+    EMBEDDING = auto()
+    """reduce-scatter of the embedding's gradient, which is whole"""
     BACKWARD_END = auto()
     END = auto()
 
@@ -33,8 +37,8 @@ class EngineEvent(IntEnum):
 def engine_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoint]:
     """Backward of a layer, of its input gradients alone, and the loss."""
     event, rows = EngineEvent, len(chunk.columns)
-    live = walk([*_head(chunk), *_layer(chunk), *_states(chunk, gradients)], event.END, rows)
-    layer = fullest(live.at(event.LAYER_BACKWARD), live.at(event.LAYER_REDUCE), live.at(event.BACKWARD_END))
+    live = walk([*_head(chunk), *_layer(chunk), *_autocast(chunk), *_states(chunk, gradients)], event.END, rows)
+    layer = fullest(*(live.at(one) for one in range(event.LAYER_BACKWARD, event.END)))
     yield layer
     yield layer
     yield fullest(live.at(event.LOSS), live.at(event.LOSS_FORWARD), live.at(event.HEAD_REDUCE))
@@ -44,16 +48,16 @@ def _head(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     event, head, framework = EngineEvent, chunk.share.head, chunk.job.framework
     b, g, columns = compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns
     with_gradients, weight = framework.loss in CHUNKED_GRADIENTS, head * chunk.vocabulary_gradient / b
-    plain = chunk.head.peak if framework.loss != "log-softmax" else chunk.head.forward
-    yield activation("head and loss, in forward", head * plain, event.LOSS_FORWARD, event.LOSS)
+    yield activation("head and loss, in forward", head * chunk.head.forward, event.LOSS_FORWARD, event.LOSS)
     yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.HEAD_REDUCE)
-    at_reduce = chunk.head.backward if with_gradients else chunk.head.saved
+    # Input and output of the norm, and their gradient: logits are gone.
+    at_reduce = chunk.head.backward if with_gradients else 3 * chunk.residual
     yield activation("hidden states and their gradient", head * at_reduce, event.HEAD_REDUCE, event.LAYER_BACKWARD)
     gathers = _gathers(chunk) & (framework.live_parameters == 0)
-    # FSDP copies a group out of its all-gather buffer, which the next all-gather frees.
-    copies = 1 if with_gradients else 2
-    yield buffer("gathered head", np.where(gathers, copies * b * weight, 0.0), event.LOSS_FORWARD, event.LOSS)
-    yield buffer("gathered head", np.where(gathers, b * weight, 0.0), event.LOSS, event.LAYER_BACKWARD)
+    yield buffer("gathered head", np.where(gathers, b * weight, 0.0), event.LOSS_FORWARD, event.HEAD_REDUCE)
+    # A head whose loss comes without gradients is freed before its gradient is reduced, while the next layer is gathered.
+    at_hand = weight if with_gradients else np.minimum(1, chunk.share.layers) * chunk.rank_params.block
+    yield buffer("gathered head or layer", np.where(gathers, b * at_hand, 0.0), event.HEAD_REDUCE, event.LAYER_BACKWARD)
     if with_gradients:
         yield buffer("sum of the head's gradients", g * weight, event.LOSS_FORWARD, event.LAYER_BACKWARD)
     fsdp = _is_fsdp(chunk)
@@ -73,33 +77,78 @@ def _head(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
 def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     event, columns, b, g = EngineEvent, chunk.columns, compute_bytes(chunk.job), gradient_bytes(chunk.job)
     framework, block, layers = chunk.job.framework, chunk.rank_params.block, chunk.share.layers
-    again, gradients = np.zeros(len(columns)), np.zeros(len(columns))
+    again, gradients, saved = np.zeros((3, len(columns)))
     for kind in chunk.layers:
         again = np.maximum(again, np.where(kind.count > 0, kind.saved.recomputed, 0.0))
-        gradients = np.maximum(gradients, np.where(kind.count > 0, kind.saved.gradients, 0.0))
-    yield activation("recomputed", again, event.LAYER_BACKWARD, event.LAYER_REDUCE)
-    yield activation("gradients of activations", gradients, event.LAYER_BACKWARD, event.LAYER_REDUCE)
+        # Compiled, the gradient of the activation becomes that of one of the GEMMs before it.
+        compiled = framework.states == "fp32" and not framework.eager_activation
+        overwritten = compiled * chunk.full_sequence * _width(chunk, kind.moe) / columns.tp
+        gradients = np.maximum(gradients, np.where(kind.count > 0, kind.saved.gradients - overwritten, 0.0))
+        saved = np.maximum(saved, np.where(kind.count > 0, kind.saved.total, 0.0))
+    matrix, fsdp = chunk.mlp_weight_gradient[False], _is_fsdp(chunk)
+    fresh = np.where(fsdp, (2 + chunk.job.model.gated) * matrix, (1 + chunk.job.model.gated) * matrix)
+    for begin in (event.LAYER_BACKWARD, event.FIRST_LAYER):
+        yield activation("recomputed", again, begin, begin + 1)
+        yield activation("gradients of activations", gradients, begin, begin + 1)
+        yield buffer("fresh weight gradients", fresh, begin, begin + 1)
     # Engines that gather inputs again have a buffer for them, which stays.
     stays = event.LAYER_BACKWARD if framework.gathered_inputs else event.LOSS_FORWARD
     yield buffer("gathered sequence", chunk.gathered_sequence, stays, event.LAYER_REDUCE)
-    matrix, fsdp = chunk.mlp_weight_gradient[False], _is_fsdp(chunk)
-    fresh = np.where(fsdp, (2 + chunk.job.model.gated) * matrix, (1 + chunk.job.model.gated) * matrix)
-    yield buffer("fresh weight gradients", fresh, event.LAYER_BACKWARD, event.LAYER_REDUCE)
     gathers = _gathers(chunk) & (framework.live_parameters == 0)
     this_and_next = np.where(gathers, b * np.minimum(2, layers) * block, 0.0)
     yield buffer("gathered layers", this_and_next, event.LAYER_BACKWARD, event.LAYER_REDUCE)
     next_one = np.where(gathers, b * np.minimum(1, layers - 1) * block, 0.0)
-    yield buffer("gathered layer", next_one, event.LAYER_REDUCE, event.END)
-    ends = np.where(fsdp, (b + g + g / columns.shards) * block, 0.0)
-    yield buffer("weight gradients, reduce-scatter input and output", ends, event.LAYER_REDUCE, event.END)
-    yield activation("freed", -chunk.saved, event.BACKWARD_END, event.END)
+    reduced = np.where(fsdp, g * block, 0.0)
+    ends = np.where(fsdp, (b + g / columns.shards) * block, 0.0)
+    for begin, end in ((event.LAYER_REDUCE, event.FIRST_LAYER), (event.BACKWARD_END, event.END)):
+        yield buffer("gathered layer", next_one, begin, end)
+        yield buffer("weight gradients and reduce-scatter output", ends, begin, end)
+        yield buffer("reduce-scatter input", reduced, begin, end)
+    yield buffer("reduce-scatter input", reduced, event.FIRST_LAYER, event.EMBEDDING)
+    embedding = _embedding(chunk)
+    with_embedding = np.where(gathers, b * (block + embedding), 0.0)
+    yield buffer("gathered layer and embedding", with_embedding, event.FIRST_LAYER, event.EMBEDDING)
+    whole = np.where(fsdp, (np.where(gathers, b, 0) + b + g) * embedding, 0.0)
+    yield buffer("gathered embedding, its gradient and reduce-scatter input", whole, event.EMBEDDING, event.BACKWARD_END)
+    yield activation("freed", saved - chunk.saved, event.FIRST_LAYER, event.EMBEDDING)
+    yield activation("freed", -chunk.saved, event.EMBEDDING, event.END)
+
+
+def _width(chunk: ChunkMemory, moe: bool) -> float:
+    """Of the MLP, relative to the model's."""
+    model = chunk.job.model
+    experts = model.moe.top_k * model.moe.expert_ffn if moe and model.moe else model.ffn
+    return experts / model.hidden
+
+
+def _embedding(chunk: ChunkMemory) -> Array:
+    return np.asarray(chunk.share.embedding * chunk.vocabulary_gradient / compute_bytes(chunk.job))
+
+
+def _autocast(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
+    """Casts of weights, and what the residual stream takes beyond the compute format: compiled, once a layer."""
+    event, b, on = EngineEvent, compute_bytes(chunk.job), autocast(chunk.job, chunk.columns)
+    layers, ends = chunk.share.layers, chunk.share.head
+    head = b * ends * chunk.job.model.vocab * chunk.job.model.hidden
+    kept = np.where(chunk.columns.is_("recompute", "full"), 0.0, b * layers * chunk.rank_params.block)
+    yield buffer("weights cast", np.where(on, head + kept, 0.0), event.LOSS_FORWARD, event.HEAD_REDUCE)
+    yield buffer("weights cast", np.where(on, kept, 0.0), event.HEAD_REDUCE, event.BACKWARD_END)
+    times = layers * (1 + chunk.job.framework.eager_activation * ~chunk.columns.is_("recompute", "full"))
+    wider = np.where(on, (FP32 / b - 1) * times * chunk.residual, 0.0)
+    yield activation("residual stream in fp32", wider, event.LOSS_FORWARD, event.BACKWARD_END)
 
 
 def _states(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
     event, framework, columns = EngineEvent, chunk.job.framework, chunk.columns
     # Those of one micro-batch appear as its backward comes along.
     late = (columns.gas == 1) & (not framework.keeps_gradients)
-    yield TensorLifetime("gradients", "gradients", np.where(late, 0.0, gradients), event.LOSS_FORWARD, event.BACKWARD_END)
+    params = chunk.rank_params
+    each = gradients / np.maximum(1, params.total)
+    yield TensorLifetime("gradients", "gradients", np.where(late, 0.0, gradients), event.LOSS_FORWARD, event.FIRST_LAYER)
+    missing = each * np.where(late, _embedding(chunk), 0.0)
+    yield TensorLifetime("gradients", "gradients", gradients - missing, event.FIRST_LAYER, event.BACKWARD_END)
+    first = np.where(late, -each * params.block, 0.0)
+    yield TensorLifetime("gradients", "gradients", first, event.FIRST_LAYER, event.EMBEDDING)
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_END, event.END)
     if framework.live_parameters:
         most = np.minimum(chunk.rank_params.total, framework.live_parameters)

@@ -35,6 +35,12 @@ def sharded_gradient_bytes(job: Job) -> int:
     return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
 
 
+def autocast(job: Job, columns: LayoutColumns) -> Array:
+    """Rows that compute under torch.autocast, whose casts of weights belong to the forward that makes them."""
+    plain = (columns.zero == 0) & (columns.tp == 1) & (columns.pp == 1)
+    return np.asarray(plain & (job.framework.autocast and job.precision != "fp32"))
+
+
 def has_master(job: Job) -> bool:
     """Whether fp32 weights exist beside the copy that computes."""
     return job.precision != "fp32" and job.framework.states != "pure"
@@ -299,7 +305,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that
         # stays gathered exists beside them.
         no_copy = parameters_sharded & (shards > 1) & (job.precision != "fp32")
-        parameters = np.where(no_copy, 0.0, parameters)
+        parameters = np.where(no_copy | autocast(job, columns), 0.0, parameters)
         beside = optimizer_sharded & ~parameters_sharded & (shards > 1) & (job.precision == "fp32")
         master = np.where(beside, sharded(FP32, optimizer_sharded), master)
         # With one micro-batch each layer's gradients are reduce-scattered as soon as they are made, in ZeRO-1 too.
