@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from builders import make_job
+from builders import make_job, with_constants
 from ultrascale.cost import host, kernels, operators
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
@@ -161,3 +161,14 @@ def test_launches_go_on_while_collectives_run() -> None:
     busy_s = time.matmul_s + time.attention_s + time.memory_bound_s + time.tensor_s
     assert time.launch_s < layers * host_s
     assert time.launch_s + busy_s == pytest.approx(layers * host_s, rel=0.2)  # the rest is that of embedding and head
+
+
+def test_collective_calls_of_groups_over_nodes() -> None:
+    """Four in a layer's forward: 4 · 16 · 25 µs = 1.6 ms on tp 16 of two nodes; none inside a node, unless it is said."""
+    job = make_job("llama-3-8b", "16xh100", 8192, Layout(tp=16))
+    machine, rows = ClusterRates(job), LayoutColumns.of([Layout(tp=16), Layout(tp=8, dp=2)])
+    assert host.collective_calls_s(rows, machine) == pytest.approx([1.6e-3, 0.0])
+    degraded = make_job("llama-3-8b", with_constants(16, link_call_s=2e-4), 8192, Layout(tp=8, dp=2))
+    assert host.collective_calls_s(rows, ClusterRates(degraded))[1] == pytest.approx(4 * 8 * 2e-4)
+    one_node = make_job("llama-3-8b", with_constants(8, link_call_s=2e-4), 8192, Layout(tp=8))
+    assert not host.collective_calls_s(LayoutColumns.of([Layout(tp=8)]), ClusterRates(one_node)).any()

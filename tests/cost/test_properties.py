@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from random_layouts import jobs_and_layouts
 
 from ultrascale.cost import flops
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.specs.estimate import CAUSES, OWNERS, Estimate
@@ -162,10 +163,12 @@ def test_faster_hardware_never_makes_a_slower_step(case: tuple[Job, Layout]) -> 
     """No transfer overlaps with work that already hides another: counted twice, slower work would make a faster step.
 
     Not V-Half and V-Min: their steady state takes six times the longest pass. Faster GEMMs expose more of ZeRO's gathers, which
-    are added to forward and input gradients alone, so that the longest pass may grow while the sum of all shrinks.
+    are added to forward and input gradients alone, so that the longest pass may grow while the sum of all shrinks. So is the
+    time in which a GPU waits for launches, of which other split backwards get 0.01 % longer.
     """
     job, layout = case
     assume(layout.schedule not in ("v-half", "v-min"))
+    most = 1e-3 if LayoutColumns.of([layout]).split_backward.any() else ROUNDING
     step_s = estimate(job, layout).step_time_s
     for constants in (
         {"matmul": 1.25},
@@ -175,7 +178,7 @@ def test_faster_hardware_never_makes_a_slower_step(case: tuple[Job, Layout]) -> 
     ):
         efficiency = job.cluster.efficiency.model_copy(update=constants)
         faster = job.changed(cluster=job.cluster.model_copy(update={"efficiency": efficiency}))
-        assert estimate(faster, layout).step_time_s <= step_s * (1 + ROUNDING), constants
+        assert estimate(faster, layout).step_time_s <= step_s * (1 + most), constants
 
 
 @bounded

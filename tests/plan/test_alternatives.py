@@ -52,8 +52,8 @@ def test_each_kind_is_what_it_says(dense: Result) -> None:
 
 
 def test_tensor_parallelism_across_nodes_has_an_alternative_inside() -> None:
-    """One sequence on two nodes, 2 µs apart: tp = 16, or tp = 8 with a pipeline that is idle half of the time."""
-    job = make_job("llama-3-8b", with_constants(16, network_latency_s=2e-6), 8192, 1)
+    """One sequence on two nodes 2 µs apart: tp = 16, or tp = 8 with a pipeline that is idle half of the time."""
+    job = make_job("llama-3-8b", with_constants(16, network_latency_s=2e-6, network_call_s=0.0), 8192, 1)
     found = plan(job, forbid=["cp"], top=1)
     inside = {one.kind: one.plan for one in found.alternatives}
     assert found.plans[0].layout.tp == 16

@@ -131,13 +131,21 @@ def relative_to_compiled(job: Job, columns: LayoutColumns, quantity: Literal["el
     return np.where(eager(job, columns), getattr(Framework.load("ultrascale-eager"), quantity), own)
 
 
+def collective_calls_s(columns: LayoutColumns, machine: ClusterRates) -> Array:
+    """Host time of the tensor-parallel collectives of a dense layer's forward: two sublayers are entered and left."""
+    cluster, constants = machine.cluster, machine.efficiency
+    inside = constants.link_call_s if cluster.nodes > 1 else 0.0
+    each = np.where(columns.tp > cluster.gpus_per_node, constants.network_call_s, inside)
+    return np.where(columns.tp > 1, 4 * columns.tp * each, 0.0)
+
+
 def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Array:
     """Host time to launch one layer's forward in any engine; backward takes twice as long."""
     compiled, routing = constants().compiled_layer, getattr(constants().routing, job.framework.routing)
     kernels = np.full(len(columns), float(compiled.kernels)) + (compiled.routing if moe else 0)
     launch_s = machine.launch_s * relative_to_compiled(job, columns, "launch")
     if not moe or job.model.moe is None:
-        return np.asarray(launch_s * kernels)
+        return np.asarray(launch_s * kernels + collective_calls_s(columns, machine))
     per_expert = routing.kernels_per_expert * (2 if job.precision == "fp8" else 1)
     kernels = kernels + per_expert * job.model.moe.experts / columns.ep
     return np.asarray(launch_s * kernels + routing.host_s)
@@ -185,8 +193,10 @@ def dense_layer_launch_s(
     biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
     again = np.where(columns.is_("recompute", "full"), queue.layer.again * recomputed, 0)
     each = machine.launch_s * job.framework.launch
-    forward = np.where(plain, machine.launch_s * operators, each * queue.layer.forward)
-    return forward, np.where(plain, 2 * forward, each * (queue.layer.backward + queue.bias * biases + again))
+    calls_s = collective_calls_s(columns, machine)
+    forward = np.where(plain, machine.launch_s * operators, each * queue.layer.forward) + calls_s
+    backward = each * (queue.layer.backward + queue.bias * biases + again) + 2 * calls_s
+    return forward, np.where(plain, 2 * forward, backward)
 
 
 def idle_s(

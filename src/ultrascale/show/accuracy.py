@@ -20,6 +20,7 @@ from ultrascale.show.explain import memory_table, time_table
 from ultrascale.show.lines import NARROW, attributes, bullets, heading, table
 from ultrascale.specs.units import count, seconds
 
+WRONG_LISTED = 6  # of wrong verdicts; --json has all
 GROUPS = {
     "source": lambda one: accuracy.source_group(one.run),
     "gpu": lambda one: one.run.gpu,
@@ -111,7 +112,8 @@ def _show_rest(console: Console, figures: dict[str, Any]) -> None:
             f"Memory (allocated or active): {memory['mape']:.1%} mean error over {memory['rows']} rows, "
             f"at most {max(0.0, -memory['most_under']):.1%} under"
         )
-    wrong = f"; wrong: {', '.join(verdicts['wrong'])}" if verdicts["wrong"] else ""
+    listed = [*verdicts["wrong"][:WRONG_LISTED], *(["…"] if len(verdicts["wrong"]) > WRONG_LISTED else [])]
+    wrong = f"; wrong: {', '.join(listed)}" if listed else ""
     console.print(f"Fit or out of memory: {verdicts['right']} right, {len(verdicts['wrong'])} wrong{wrong}")
     if ranking["groups"]:
         console.print(

@@ -59,6 +59,13 @@ class Efficiency(FrozenSpec):
     )
     network_bandwidth: float = Field(0.80, ge=1e-3, le=1, description="of the NIC's line rate that a collective gets")
     network_latency_s: float = Field(1.2e-5, ge=0, le=1, description="per step of a ring between nodes")
+    link_call_s: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="host time of a tensor-parallel collective in a node, per rank, where there are more nodes",
+    )
+    network_call_s: float = Field(2.5e-5, ge=0, le=1, description="the same of groups that span nodes")
     overlap: float = Field(0.90, ge=0, le=1, description="share of a hidden transfer's window that really hides it")
     overlap_slowdown: float = Field(0.08, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
     host_link: float = Field(0.80, ge=1e-3, le=1, description="of the PCIe or C2C data sheet, for offload")

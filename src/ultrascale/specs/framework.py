@@ -141,6 +141,12 @@ class Framework(BaseModel):
         False,
         description="without ZeRO: torch.autocast, so that the residual stream is fp32 and weights are cast when they are used",
     )
+    fragmentation: float = Field(
+        0,
+        ge=0,
+        le=4,
+        description="of activations, and of inputs gathered and freed: what the allocator's cache loses to holes",
+    )
     unrotated_heads: bool = Field(False, description="the output of the q, k, v GEMM is kept beside rotated q and k")
     keeps_gradients: bool = Field(True, description="gradients stay allocated between steps, and are set to zero")
     early_stop: bool = Field(

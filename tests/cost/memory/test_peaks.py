@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from builders import make_job
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
+from ultrascale.cost.memory import activations
+from ultrascale.cost.memory.estimate import fragmentation
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Estimate, StageMemory
 from ultrascale.specs.framework import Framework
@@ -345,3 +348,20 @@ def test_gradients_exceed_activations_of_a_small_batch() -> None:
     memory = predict("llama-3-8b", "1xh200", 64, Layout(), framework=engine).memory[0].memory
     # The head's gradients are counted where the layer works: they are there before it does.
     assert memory.gradients == pytest.approx(2 * N8 - 2 * 128_256 * 4096 - 64 * 32 * 94_336, rel=0.001)
+
+
+def test_fragmentation_from_the_second_micro_batch_on() -> None:
+    """A share of activations in flight, which grows with the inputs that tp gathers and frees beside them."""
+    framework = Framework.load("nanotron").model_copy(update={"fragmentation": 0.25})
+    layouts = [Layout(dp=8), Layout(dp=8, gas=2), Layout(tp=8, gas=2), Layout(tp=8, gas=2, recompute="full")]
+    rows = LayoutColumns.of(layouts)
+    job = make_job("llama-3-8b", "8xh100", 8192, layouts[1], framework=framework)
+    once, plain, cut, full = fragmentation(job, rows)
+    assert (once, plain, full) == (0.0, 0.25, 0.25)
+    kept = activations.layer(job, rows, moe=False).total[2]
+    residual = 2 * 8192 * 4096 / 8
+    assert cut == pytest.approx(0.25 * (1 + 2 * 7 * residual / kept))
+    whole = make_job("llama-3-8b", "8xh100", 8192, layouts[1], framework=framework.model_copy(update={"fragmentation": 0.0}))
+    more = estimate(job, layouts[1]).memory[0].memory.runtime - estimate(whole, layouts[1]).memory[0].memory.runtime
+    layers = activations.layer(job, LayoutColumns.of([layouts[1]]), moe=False).total[0] * job.model.layers
+    assert more == pytest.approx(0.25 * layers, rel=0.01)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare, rows_of
-from ultrascale.cost.memory import tensors
+from ultrascale.cost.memory import activations, tensors
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint
 from ultrascale.cost.memory.rehearsed_engines import engine_points
 from ultrascale.cost.memory.states import (
@@ -73,6 +73,8 @@ class PeakParts:
     """the reduce-scatter input that FSDP holds for each other chunk of the rank"""
     slack: float
     """the allocator's, of temporary memory"""
+    fragmentation: Array
+    """the same of activations in flight, beside that"""
 
     def rows(self, rows: slice) -> PeakParts:
         return rows_of(self, rows)
@@ -104,7 +106,8 @@ class PeakParts:
         on_top = np.where(waiting.deferred > 0, np.maximum(split, loss - before), np.maximum(whole, loss))
         persistent = self._persistent + job.cluster.efficiency.context_gib * GIB
         others = (1 / waiting.one - 1) * self.other_chunk
-        return np.asarray(persistent + (1 + self.slack) * (self.live(waiting) + others) + on_top)
+        live = self.live(waiting)
+        return np.asarray(persistent + (1 + self.slack) * (live + others) + self.fragmentation * live + on_top)
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,26 @@ class ChunkParts(PeakParts):
     """from its second backward on"""
 
 
-def runtime(job: Job, temporary: Array) -> Array:
-    """The CUDA context, and the allocator's rounding and holes in temporary memory."""
+def runtime(job: Job, columns: LayoutColumns, temporary: Array, in_flight: Array) -> Array:
+    """The CUDA context, and the allocator's rounding and holes in temporary memory, of which activations are in flight."""
     constants = job.cluster.efficiency
-    return np.asarray(constants.context_gib * GIB + constants.allocator_slack * temporary)
+    holes = constants.allocator_slack * temporary + fragmentation(job, columns) * in_flight
+    return np.asarray(constants.context_gib * GIB + holes)
+
+
+def fragmentation(job: Job, columns: LayoutColumns) -> Array:
+    """Of activations in flight: what the allocator's cache loses to holes between them, in engines where that was seen.
+
+    Blocks of one micro-batch are split for the next. Inputs that tensor parallelism gathers for a GEMM and frees leave holes,
+    too: they are tp times what is kept beside them.
+    """
+    share = np.where(columns.gas > 1, job.framework.fragmentation, 0.0)
+    if not share.any() or job.framework.gathered_inputs:
+        return share
+    kept = activations.layer(job, columns, moe=job.model.moe_layers == job.model.layers).total
+    residual = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
+    freed = np.where(columns.is_("recompute", "full"), 0.0, 2 * (columns.sequence_cut - 1) * residual)
+    return np.asarray(share * (1 + freed / kept))
 
 
 def peak_parts(job: Job, columns: LayoutColumns, share: RankShare) -> PeakParts:
@@ -158,6 +177,7 @@ def lower_bound_parts(job: Job, columns: LayoutColumns, share: RankShare) -> Pea
         kept_loss=nothing,
         other_chunk=nothing,
         slack=job.cluster.efficiency.allocator_slack,
+        fragmentation=fragmentation(job, columns),
     )
 
 
@@ -237,6 +257,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         if traced
         else np.zeros(len(columns)),
         job.cluster.efficiency.allocator_slack,
+        fragmentation(job, columns),
     )
 
 
@@ -311,6 +332,8 @@ class Peak:
     """The fullest action of a rank: bytes by owner, and what the rank is doing."""
 
     activations: float
+    waiting: float
+    """of these, what micro-batches in flight keep"""
     buffers: float
     gradients: float
     chunks: dict[int, float]
@@ -382,6 +405,7 @@ class _ActionPoint:
         in_flight[chunks == chunk] += actions.kind[at] == KINDS.index(ActionKind.B)
         return Peak(
             float(self.in_flight[at] + top.activations[chunk]),
+            float(self.in_flight[at]),
             float(top.buffers[chunk] + top.parameters[chunk] + (others.buffers[at] if others else 0.0)),
             float(top.gradients[chunk] + (others.gradients[at] if others else 0.0)),
             {int(each): float(count) for each, count in zip(chunks, in_flight, strict=True)},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
@@ -25,7 +28,6 @@ from ultrascale.measure.accuracy.fields import (
 )
 from ultrascale.schedules import unnamed_schedule
 from ultrascale.specs.cluster import Cluster
-from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import read_named
 from ultrascale.specs.framework import Framework
@@ -45,6 +47,16 @@ COLUMNS = (
     "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
     "stage_split", "grad_accum_fusion", "unmodelled",
 )  # fmt: skip
+# What jobs of the playbook's sweep show of their network (docs/lab.md): the all-reduce that a job times before it trains, by
+# nodes of eight H100, where nothing is wrong; below what share of it tensor-parallel collectives cost the host more; and the
+# least of the line rate that training gets, whatever a short all-reduce shows.
+HEALTHY_ALL_REDUCE_GB_S = {2: 430.0, 4: 205.0, 8: 187.0}
+DEGRADED = 0.85
+DEGRADED_CALLS = {"link_call_s": 2.0e-4, "network_call_s": 2.3e-4}
+SHORT_ALL_REDUCE = 0.5
+# Transfers between stages on different nodes blocked both in a version of nanotron: one neighbour's two a micro-batch, or four.
+SLOW_SENDS = "after_pp_fix=False"
+SLOW_SEND_S = 0.26
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
@@ -153,10 +165,11 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     degrees = _degrees(values, gpus)
     batch = _batch(values, degrees["dp"], assumptions)
     balanced = model.moe is not None and flag(values, "balanced_routing")
-    overrides = _network(values, gpus, per_node)
-    if balanced:
-        overrides["efficiency"] = overrides.get("efficiency", Efficiency()).model_copy(update={"expert_imbalance": 1.0})
-    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node, **overrides)
+    cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node)
+    constants = _constants(values, cluster, degrees["pp"]) | ({"expert_imbalance": 1.0} if balanced else {})
+    efficiency = cluster.efficiency.model_copy(update=constants)
+    changes = {"network_gb_s": _network_gb_s(values, cluster), "efficiency": efficiency}
+    cluster = Cluster.of(kind, nodes=cluster.nodes, gpus_per_node=per_node, **changes)
     attention = "plain" if framework.attention.startswith("plain") else "flash"
     job = build(
         Job,
@@ -191,19 +204,39 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     return job, layout, half
 
 
-def _network(values: Mapping[str, str], gpus: int, per_node: int) -> dict[str, Any]:
-    """Fields of the cluster: a rate of its network per GPU, of a node, or of an all-reduce over all ranks; and a latency."""
-    found: dict[str, Any] = {}
-    usual = Efficiency()
-    if node_gbps := number(values, "node_network_gbps"):
-        found["network_gb_s"] = node_gbps / 8 / per_node
+def _network_gb_s(values: Mapping[str, str], cluster: Cluster) -> float:
+    """Per GPU: as the row says it, or of a node, or from an all-reduce over all ranks, in which every NIC takes part."""
     if each := number(values, "network_gb_s"):
-        found["network_gb_s"] = each
-    if (bus := number(values, "allreduce_gb_s")) and gpus > per_node:  # every NIC of a node takes part
-        found["network_gb_s"] = bus / per_node / usual.network_bandwidth
+        return each
+    if node_gbps := number(values, "node_network_gbps"):
+        return node_gbps / 8 / cluster.gpus_per_node
+    bus = number(values, "allreduce_gb_s")
+    if bus is None or cluster.nodes == 1:
+        return cluster.network_gb_s
+    printed = bus / cluster.gpus_per_node / cluster.efficiency.network_bandwidth
+    return max(printed, SHORT_ALL_REDUCE * cluster.network_gb_s)
+
+
+def _constants(values: Mapping[str, str], cluster: Cluster, pp: int) -> dict[str, float]:
+    """Constants of the cluster that follow from the state of the row's network."""
+    found: dict[str, float] = {}
     if latency_us := number(values, "network_latency_us"):
-        found["efficiency"] = usual.model_copy(update={"network_latency_s": latency_us * 1e-6})
+        found["network_latency_s"] = latency_us * 1e-6
+    if cluster.nodes == 1:
+        return found
+    bus = number(values, "allreduce_gb_s")
+    if bus is not None and bus < DEGRADED * healthy_all_reduce_gb_s(cluster.nodes):
+        found |= DEGRADED_CALLS
+    if SLOW_SENDS in values.get("notes", "") and pp > 1:
+        found["action_overhead_s"] = SLOW_SEND_S * min(2, pp - 1)
     return found
+
+
+def healthy_all_reduce_gb_s(nodes: int) -> float:
+    """Bus bandwidth that a job prints on so many nodes where nothing is wrong; beyond those seen it falls as it did last."""
+    seen, rates = (np.log2(list(HEALTHY_ALL_REDUCE_GB_S)), np.log(list(HEALTHY_ALL_REDUCE_GB_S.values())))
+    beyond = max(0.0, math.log2(nodes) - seen[-1]) * (rates[-1] - rates[-2])
+    return math.exp(float(np.interp(math.log2(nodes), seen, rates)) + beyond)
 
 
 def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:

@@ -253,7 +253,7 @@ class Ranking:
     runs: int
     tau: float
     regret: float
-    """how much slower our first choice ran than the best measured"""
+    """how much slower our first choice of those that we think fit ran than the best measured"""
 
 
 def rankings(scored: Iterable[ScoredRun]) -> list[Ranking]:
@@ -274,7 +274,11 @@ def rankings(scored: Iterable[ScoredRun]) -> list[Ranking]:
             for ones in by_layout.values()
         ]
         best = max(measured for _, measured in pairs)
-        first = max(pairs)[1]
+        # What is predicted not to fit would not be chosen.
+        fitting = [
+            pair for pair, ones in zip(pairs, by_layout.values(), strict=True) if any(one.fits is not False for one in ones)
+        ]
+        first = max(fitting or pairs)[1]
         found.append(Ranking(f"{key[0]} on {key[1]}, {key[5]}", len(pairs), kendall_tau(pairs), best / first - 1))
     return found
 
