@@ -20,13 +20,17 @@ from ultrascale.measure.verify_torchtitan import RUNNER
 from ultrascale.show.verify import dumps_report
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 
 torch.set_num_threads(1)
 Patch = pytest.MonkeyPatch
 Run = Callable[..., tuple[int, str, str]]
 LLAMA = Model(name="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256)
+QWEN = LLAMA.model_copy(update={"name": "qwen", "qk_norm": True})
+EXPERTS = MoE(experts=8, top_k=2, expert_ffn=16)
+QWEN_MOE = QWEN.model_copy(update={"name": "qwen-moe", "ffn": 0, "moe": EXPERTS})
+SIGMOID = QWEN_MOE.model_copy(update={"moe": EXPERTS.model_copy(update={"router": "sigmoid"})})
 
 
 runs_torchtitan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is in dev-slow")
@@ -47,6 +51,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp": {"cp": 2, "context_parallel": "allgather"},
     "pp": {"pp": 2, "gas": 4},
     "pp interleaved": {"pp": 2, "gas": 4, "mbs": 1, "schedule": "interleaved", "virtual_stages": 2},
+    "cp of one sequence": {"cp": 2, "mbs": 1},
+    "cp x tp": {"cp": 2, "tp": 2},
+    "cp x tp without sp": {"cp": 2, "tp": 2, "sequence_parallel": False, "context_parallel": "allgather"},
     "recompute": {"dp": 2, "zero": 3, "recompute": "full"},
     "fsdp x tp": {"dp": 2, "tp": 2, "zero": 3},
     "pp x tp": {"pp": 2, "tp": 2, "gas": 2},
@@ -72,12 +79,50 @@ def test_torchtitan_computes_what_our_engine_computes(name: str) -> None:
     assert found.measured_bounds
 
 
+MOE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"dp": 2, "zero": 3, "gas": 2},
+    "tp": {"tp": 2},
+    "tp without sp": {"tp": 2, "sequence_parallel": False},
+    "ep": {"dp": 2, "zero": 3, "ep": 2},
+    "ep x recompute": {"dp": 2, "zero": 3, "ep": 2, "recompute": "full"},
+    "ep in cp": {"cp": 2, "zero": 3, "ep": 2},
+    "ep in hsdp": {"dp": 4, "zero": 3, "zero_shards": 2, "ep": 2},
+    "fsdp x ep": {"dp": 4, "zero": 3, "ep": 2},
+    "fsdp x tp": {"dp": 2, "tp": 2, "zero": 3},
+    "ep x tp": {"dp": 2, "tp": 2, "zero": 3, "ep": 2},
+    "cp x tp x ep": {"cp": 2, "tp": 2, "zero": 3, "ep": 2},
+    "ep x pp": {"dp": 2, "pp": 2, "zero": 3, "ep": 2, "gas": 2},
+}
+
+
+@pytest.mark.slow
+@runs_torchtitan
+@pytest.mark.parametrize("name", MOE_LAYOUTS)
+def test_torchtitan_s_experts_compute_what_ours_compute(name: str) -> None:
+    found = compared(MOE_LAYOUTS[name], QWEN_MOE)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 27, "forward": 29, "loss": 1, "backward": 27, "gradient": 27}
+    assert not found.only_second
+    assert found.measured_bounds
+
+
+@pytest.mark.slow
+@runs_torchtitan
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_torchtitan_s_qwen_computes_what_ours_computes(fields: dict[str, Any]) -> None:
+    found = compared(fields, QWEN)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 25, "forward": 33, "loss": 1, "backward": 33, "gradient": 25}
+    assert not found.only_second
+
+
 @dataclass(frozen=True)
 class Fault:
     plant: Callable[[Patch], None]
     layout: dict[str, Any]
     says: str
     """a pattern of the report, from the first difference on"""
+    model: Model = LLAMA
 
 
 def wrapped(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -154,7 +199,63 @@ def pipeline_scales_gradients(patch: Patch) -> None:
     wrapped(patch, pipeline_parallel, "get_schedule_class", around)
 
 
+def tokens_in_order_of_ranks(patch: Patch) -> None:
+    """The tokens that other ranks sent are taken as if they came sorted by expert, not by rank."""
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    def around(original: Any, self: Any, rows: Any, counts: Any) -> Any:
+        shape, _, indices, sums = original(self, rows, counts)
+        return shape, rows, torch.arange(len(indices)), sums
+
+    wrapped(patch, AllToAllTokenDispatcher, "_permute", around)
+
+
+def weights_of_other_choices(patch: Patch) -> None:
+    """Outputs of experts are weighted in the order of tokens, though they stand in the order of experts."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    def around(original: Any, self: Any, x: Any, scores: Any, experts: Any) -> Any:
+        rows, tokens, _ = original(self, x, scores, experts)
+        return rows, tokens, scores.view(-1)
+
+    wrapped(patch, LocalTokenDispatcher, "_local_reorder", around)
+
+
+def expert_gradients_not_reduced(patch: Patch) -> None:
+    """Copies of experts get the gradients of their own replica's tokens."""
+    from torchtitan.distributed import ParallelDims
+
+    def around(original: Any, self: Any, dims: Any, **named: Any) -> Any:
+        return original(self, ["efsdp"] if dims == ["dp_replicate", "efsdp"] else dims, **named)
+
+    wrapped(patch, ParallelDims, "get_optional_mesh", around)
+
+
+def returned_tokens_get_no_gradient(patch: Patch) -> None:
+    """What experts return is a new tensor to autograd."""
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    wrapped(patch, AllToAllTokenDispatcher, "_dispatch_token_exchange", lambda original, *given: original(*given).detach())
+
+
 FAULTS = {
+    "tokens in the order of ranks": Fault(
+        tokens_in_order_of_ranks, {"dp": 2, "zero": 3, "ep": 2}, r"forward output of blocks\.0\.mlp ", QWEN_MOE
+    ),
+    "weights of other choices": Fault(weights_of_other_choices, {"tp": 2}, r"forward output of blocks\.0\.mlp ", QWEN_MOE),
+    "expert gradients not reduced": Fault(
+        expert_gradients_not_reduced,
+        {"dp": 4, "zero": 3, "zero_shards": 2, "ep": 2},
+        r"gradient of blocks\.1\.mlp\.experts\.\w+ .* differ between ranks over dp_replicate, and their sum is right"
+        r".*parameter gradients: 6 of 27 differ",
+        QWEN_MOE,
+    ),
+    "tokens get no gradient from experts": Fault(
+        returned_tokens_get_no_gradient,
+        {"dp": 2, "zero": 3, "ep": 2},
+        r"gradient by the output of blocks\.1\.mlp_norm ",
+        QWEN_MOE,
+    ),
     "norm gradients not reduced": Fault(
         norm_gradients_not_reduced,
         {"tp": 2},
@@ -194,7 +295,7 @@ FAULTS = {
 def test_a_fault_in_torchtitan_is_found_and_named(name: str, monkeypatch: Patch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    text = " ".join(line.strip() for line in dumps_report(compared(fault.layout)))
+    text = " ".join(line.strip() for line in dumps_report(compared(fault.layout, fault.model)))
     assert re.search(rf"first difference: step 1, {fault.says}", text), text
 
 
@@ -226,15 +327,24 @@ def test_a_plan_of_full_size_is_reduced(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "says"),
     [
-        ("gpt2", {}, r"model\.\S+ is .* but --engine torchtitan runs its Llama only"),
-        ("qwen3-0.6b", {}, r"model\.qk_norm is True"),
+        ("gpt2", {}, r"model\.\S+ is .* but --engine torchtitan runs its Llama and Qwen3 only"),
+        ("qwen3-0.6b", {}, r"model\.tied_embeddings is True"),
+        ("deepseek-v3", {}, r"model\.mla is .* runs its Llama and Qwen3 only"),
+        (SIGMOID, {}, r"model\.moe\.router is sigmoid .* try router: softmax, or qwen3-30b-a3b"),
+        ("qwen3-30b-a3b", {"dp": 2, "ep": 2}, r"layout\.ep is 2 .* from the 1 that shard weights: try zero=3"),
+        ("qwen3-30b-a3b", {"dp": 2, "zero": 3, "ep": 2, "dispatcher": "deepep"}, r"layout\.dispatcher is deepep"),
+        (
+            "qwen3-30b-a3b",
+            {"dp": 2, "tp": 2, "zero": 3, "ep": 2, "sequence_parallel": False},
+            r"layout\.ep is 2 beside tp 2 without sequence parallelism .* try sequence_parallel=true",
+        ),
         ("llama-3-8b", {"tp": 16}, r"layout\.tp is 16 but torchtitan needs it to divide kv_heads = 8"),
-        ("llama-3-8b", {"tp": 2, "cp": 2}, r"layout\.tp is 2 beside cp 2 .* try tp=1, or cp=1"),
     ],
 )
-def test_what_torchtitan_does_not_run_is_refused(model: str, layout: dict[str, Any], says: str) -> None:
+def test_what_torchtitan_does_not_run_is_refused(model: str | Model, layout: dict[str, Any], says: str) -> None:
+    shape = Model.load(model) if isinstance(model, str) else model
     with pytest.raises(SpecError, match=says):
-        check_plan(RUNNER, small_job(Model.load(model), 16), Layout(**layout))
+        check_plan(RUNNER, small_job(shape, 16), Layout(**layout))
 
 
 def test_an_unknown_engine_is_refused(run: Run, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ _LAYER_NAMES: dict[str, dict[str, str]] = {
     "layers": {
         "attention_norm": "attention_norm",
         "attention": "attention",
+        "attention.q_norm": "attention.q_norm",
+        "attention.k_norm": "attention.k_norm",
         "attention.core": "attention.inner_attention",
         "attention.out": "attention.wo",
         "mlp_norm": "ffn_norm",
@@ -38,6 +40,7 @@ _LAYER_NAMES: dict[str, dict[str, str]] = {
         "mlp_norm": "pre_mlp_layernorm",
         "mlp": "mlp",
         "mlp.down": "mlp.linear_fc2",
+        "mlp.router": "mlp.router",
         "embed.tokens": "embedding.word_embeddings",
         "head.norm": "decoder.final_layernorm",
         "head.linear": "output_layer",

@@ -7,7 +7,7 @@ modules, their gradients and weight gradients of one step in fp32, within measur
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -54,10 +54,10 @@ class EngineInputs:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One of our tensors, from one of the other engine's."""
+    """One of our tensors, from one of the other engine's, or from several."""
 
-    source: str
-    """its key in the dump"""
+    source: str | tuple[str, ...]
+    """its key in the dump; several are stacked along a new first dimension"""
     convert: Callable[[Tensor], Tensor] | None = None
     transposed: bool = False
     """the first two dimensions change places"""
@@ -81,6 +81,9 @@ class EngineRunner:
     names: Mapping[str, str] = field(default_factory=dict)
     """further names of modules"""
     seq: Callable[[Job, Layout], int] = lambda job, layout: job.seq
+    models: str = "its Llama"
+    beyond_llama: frozenset[str] = frozenset()
+    """fields of a model that it runs although Llama has none such"""
 
 
 def runner_of(engine: str) -> EngineRunner:
@@ -88,8 +91,8 @@ def runner_of(engine: str) -> EngineRunner:
     return runner
 
 
-def check_llama(engine: str, model: Model) -> None:
-    """SpecError for what is no Llama."""
+def check_model(runner: EngineRunner, model: Model) -> None:
+    """SpecError for what is no Llama, but for fields that the engine runs too."""
     wrong = {
         "moe": model.moe is not None,
         "mla": model.mla is not None,
@@ -105,16 +108,16 @@ def check_llama(engine: str, model: Model) -> None:
         "rope_scaling": model.rope_scaling is not None and model.rope_scaling.rope_type != "llama3",
     }
     for name, unlike in wrong.items():
-        if unlike:
+        if unlike and name not in runner.beyond_llama:
             raise SpecError(
-                f"model.{name} is {getattr(model, name)!s:.40} but --engine {engine} runs its Llama only: "
+                f"model.{name} is {getattr(model, name)!s:.40} but --engine {runner.name} runs {runner.models} only: "
                 f"try llama-3-8b, or `verify` without --engine"
             )
 
 
 def check_plan(runner: EngineRunner, job: Job, layout: Layout) -> None:
     """SpecError where the engine cannot run the plan."""
-    check_llama(runner.name, job.model)
+    check_model(runner, job.model)
     if job.precision != "fp32":
         raise SpecError(f"--precision is {job.precision} but --engine {runner.name} is compared in fp32: leave it out")
     if job.model.kv_heads % layout.tp:
@@ -165,7 +168,7 @@ def _engine_rank(rank: int, nproc: int, store: str, runner: EngineRunner, job: J
 def _own_rank(rank: int, nproc: int, store: str, job: Job, layout: Layout, file: Path) -> None:
     sequences = layout.dp * layout.mbs * layout.gas
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    training = Training(steps=1, warmup_steps=0, graphs="never")
+    training = Training(steps=1, warmup_steps=0, balance_loss=0.0, graphs="never")
     step = StepPlan(0, training, gradients=True, trace=True)
 
     def run(seed: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, Tensor]]:
@@ -218,7 +221,7 @@ class _ConvertedStep:
     """Another engine's dump with some of its tensors in our shapes and order."""
 
     def __init__(self, name: str, step: DumpStep, conversions: Mapping[str, Conversion]) -> None:
-        used = {one.source for one in conversions.values()}
+        used = {key for one in conversions.values() for key in _keys_of(one)}
         self.inner = step
         self.conversions = {**conversions, **{key: Conversion(key) for key in step.keys if key not in used}}
         self.folder, self.step, self.world, self.program = Path(name), step.step, step.world, step.program
@@ -230,7 +233,11 @@ class _ConvertedStep:
 
     def whole(self, key: str) -> Whole:
         conversion = self.conversions[key]
-        found = self.inner.whole(conversion.source)
+        parts = [self._converted(conversion, source) for source in _keys_of(conversion)]
+        return parts[0] if isinstance(conversion.source, str) else _stacked(parts)
+
+    def _converted(self, conversion: Conversion, source: str) -> Whole:
+        found = self.inner.whole(source)
         if conversion.transposed:
             found = _transposed(found)
         if conversion.convert is None:
@@ -242,6 +249,25 @@ class _ConvertedStep:
             other[copy.region] = copy.tensor
             copies.append(Replica(copy.rank, whole.regions[0][1], conversion.convert(other)))
         return replace(whole, replicas=tuple(copies))
+
+
+def _keys_of(conversion: Conversion) -> tuple[str, ...]:
+    return (conversion.source,) if isinstance(conversion.source, str) else conversion.source
+
+
+def _stacked(parts: Sequence[Whole]) -> Whole:
+    """Whole tensors of one shape along a new first dimension."""
+
+    def placed(number: int, region: Region) -> Region:
+        return (slice(number, number + 1), *region)
+
+    regions = [(rank, placed(number, region)) for number, part in enumerate(parts) for rank, region in part.regions]
+    replicas = [
+        Replica(one.rank, placed(number, one.region), one.tensor.unsqueeze(0))
+        for number, part in enumerate(parts)
+        for one in part.replicas
+    ]
+    return Whole(torch.stack([part.tensor for part in parts]), tuple(regions), tuple(replicas))
 
 
 def _transposed(whole: Whole) -> Whole:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from ultrascale.export.torchtitan_text import NOTHING
 from ultrascale.measure.dump import Dump
 from ultrascale.measure.dump_tensors import DumpStep
 from ultrascale.measure.verify_engine import STEP, Conversion, EngineInputs, EngineRunner
+from ultrascale.measure.verify_torchtitan_model import adapter, check_model, config_of, is_qwen3, parallelize_function
 from ultrascale.model import hf
 from ultrascale.parallel.torch_private import step_microbatches
 from ultrascale.specs.errors import SpecError
@@ -33,23 +35,44 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
 MASK_BLOCK = 128
-BACKEND = "full_dtensor"
+BACKEND = "partial_dtensor"  # over cp and tp, full_dtensor searches placements for minutes
 _FUSED = "attention.qkv_linear.wqkv.weight"
+_ROUTER = "moe.router"
+_QUERIES_AND_KEYS = {"attention.qkv_linear": "attention.qkv.0", "attention.qkv_linear.1": "attention.qkv.1"}
 # What our recording calls by number; gradients and weights have names of their own.
 _MODULES = {
     "tok_embeddings": "embed",
     "layers.{}.feed_forward.w1": "blocks.{}.mlp.inputs.0",
     "layers.{}.feed_forward.w3": "blocks.{}.mlp.inputs.1",
     "layers.{}.attention.qkv_linear.2": "blocks.{}.attention.qkv.2",
+    "layers.{}.moe": "blocks.{}.mlp",
+    "layers.{}.moe.router.gate.weight": "blocks.{}.mlp.router.weight",
+    "layers.{}.moe.routed_experts.inner_experts.w1_EFD": "blocks.{}.mlp.experts.gate",
+    "layers.{}.moe.routed_experts.inner_experts.w2_EDF": "blocks.{}.mlp.experts.down",
+    "layers.{}.moe.routed_experts.inner_experts.w3_EFD": "blocks.{}.mlp.experts.up",
 }
 
 
 def _check(job: Job, layout: Layout) -> None:
-    """Over two axes DTensor searches the cheapest redistribution for each operator: 150 s did not suffice for a step."""
-    if layout.cp > 1 and layout.tp > 1:
+    check_model(job.model)
+    _check_experts(layout)
+
+
+def _check_experts(layout: Layout) -> None:
+    if layout.ep > 1 and layout.dispatcher != "alltoall":
         raise SpecError(
-            f"layout.tp is {layout.tp} beside cp {layout.cp} but DTensor takes minutes to place operators over both: "
-            f"try tp=1, or cp=1"
+            f"layout.dispatcher is {layout.dispatcher} but --engine torchtitan runs the dispatcher that gloo has: try alltoall"
+        )
+    if layout.ep > 1 and layout.tp > 1 and not layout.sequence_parallel:
+        raise SpecError(
+            f"layout.ep is {layout.ep} beside tp {layout.tp} without sequence parallelism but torchtitan's DTensor backends do "
+            f"not run that: try sequence_parallel=true"
+        )
+    sharded = 1 if layout.zero == 0 else layout.shards
+    if sharded * layout.tp % layout.ep:
+        raise SpecError(
+            f"layout.ep is {layout.ep} but torchtitan takes ranks for experts from the {sharded * layout.tp} that shard "
+            f"weights: try zero=3 without zero_shards, or ep=1"
         )
 
 
@@ -60,8 +83,9 @@ def seq_of(job: Job, layout: Layout) -> int:
 
 
 def _conversions(step: DumpStep, job: Job, layout: Layout) -> dict[str, Conversion]:
-    """Queries, keys and values apart, and their rows in our order."""
+    """Queries, keys and values apart, and their rows in our order; a token's experts in our order."""
     found: dict[str, Conversion] = {}
+    outputs = _QUERIES_AND_KEYS if is_qwen3(job.model) else {}  # Llama's have rows in another order
     for key in step.keys:
         if key.endswith(_FUSED):
             section, _, name = key.partition("/")
@@ -69,7 +93,20 @@ def _conversions(step: DumpStep, job: Job, layout: Layout) -> dict[str, Conversi
             for one in "vkq":
                 ours = f"{section}/blocks.{layer}.attention.qkv.{one}.weight"
                 found[ours] = Conversion(key, partial(_rows_of_one, job.model, one))
+        elif key.startswith("forward/") and key.endswith(_ROUTER):
+            ours = f"forward/blocks.{key.split('.')[1]}.mlp.router.weights"
+            found[ours] = Conversion(key, _sorted)
+        else:
+            for theirs, ours in outputs.items():
+                if key.startswith(("forward/", "backward/")) and key.endswith(theirs):
+                    section, _, name = key.partition("/")
+                    found[f"{section}/blocks.{name.split('.')[1]}.{ours}"] = Conversion(key)
     return found
+
+
+def _sorted(weights: Tensor) -> Tensor:
+    """A token's experts are in no order in torchtitan; ours begin with the best."""
+    return weights.sort(-1, descending=True).values
 
 
 def _rows_of_one(model: Model, one: str, fused: Tensor) -> Tensor:
@@ -81,60 +118,8 @@ def _rows_of_one(model: Model, one: str, fused: Tensor) -> Tensor:
     layer = SimpleNamespace(head_dim=model.head_dim, heads_per_kv=group, r_dim=group + 2)
     FusedQKVLinear._split_qkv_on_save(layer, tensors, "", None)
     named = {f"layers.0.attention.qkv_linear.w{one}.weight": tensors[f"w{one}.weight"]}
-    (found,) = _adapter(model).to_hf(named).values()
+    (found,) = adapter(model).to_hf(named).values()
     return torch.as_tensor(found)
-
-
-def _adapter(model: Model) -> Any:
-    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
-
-    return Llama3StateDictAdapter(model_config(model, seq=2), None)
-
-
-def model_config(model: Model, seq: int) -> Any:
-    """torchtitan's Llama of this shape."""
-    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-    from torchtitan.models.common.attention import FlexAttention
-    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-    from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-
-    scaling = model.rope_scaling
-    scaled = {} if scaling is None else {
-        "scaling": "llama",
-        "scaling_factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }  # fmt: skip
-    rope = ComplexRoPE.Config(dim=model.head_dim, max_seq_len=seq, theta=model.rope_theta, **scaled)
-    hidden: dict[str, Any] = {"normalized_shape": model.hidden, "eps": model.norm_eps}
-    layers = [
-        Llama3TransformerBlock.Config(
-            attention_norm=RMSNorm.Config(**hidden),
-            ffn_norm=RMSNorm.Config(**hidden),
-            attention=make_gqa_config(
-                dim=model.hidden,
-                n_heads=model.heads,
-                n_kv_heads=model.kv_heads,
-                head_dim=model.head_dim,
-                wqkv_param_init={},
-                wo_param_init={},
-                inner_attention=FlexAttention.Config(),
-                fuse_qkv=True,
-                rope=rope,
-            ),
-            feed_forward=make_ffn_config(dim=model.hidden, hidden_dim=model.ffn, w1_param_init={}, w2w3_param_init={}),
-        )
-        for _ in range(model.layers)
-    ]
-    return Llama3Model.Config(
-        dim=model.hidden,
-        vocab_size=model.vocab,
-        tok_embeddings=Embedding.Config(num_embeddings=model.vocab, embedding_dim=model.hidden),
-        norm=RMSNorm.Config(**hidden),
-        lm_head=Linear.Config(in_features=model.hidden, out_features=model.vocab),
-        layers=layers,
-    )
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
@@ -155,21 +140,16 @@ def _run(job: Job, layout: Layout, batch: EngineInputs, folder: Path) -> None:
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world))
     parallel_dims.device_type = "cpu"
     FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    torch.Tensor.bfloat16 = lambda tensor: tensor  # type: ignore[method-assign, assignment, return-value]  # experts cast
     trainer = _trainer(job, layout, world, batch.weights)
     dims = trainer.parallel_dims
     zigzag = ":zigzag" if dims.cp_enabled and trainer.config.parallelism.context_parallel_load_balancer else ""
-    data_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
-    mesh = {
-        name: (dims.get_mesh(name).get_local_rank(), size)
-        for name, size in (
-            ("pp", dims.pp),
-            ("dp_replicate", dims.dp_replicate),
-            ("dp_shard", dims.dp_shard),
-            ("cp", dims.cp),
-            ("tp", dims.tp),
-        )
-        if size > 1
-    }
+    sizes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
+    place = dict(zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True))
+    data_rank = int(place["dp_replicate"] * dims.dp_shard + place["dp_shard"])
+    mesh = {name: (int(place[name]), size) for name, size in sizes.items() if size > 1}
+    if dims.ep_enabled:
+        mesh["ep"] = (dims.get_mesh("ep").get_local_rank(), dims.ep)
     activations = "microbatch:0 dp_replicate:0 dp_shard:0 cp:1" + zigzag
     dump = Dump(
         trainer.model_parts,
@@ -211,22 +191,23 @@ def _trainer(job: Job, layout: Layout, world: int, weights: Mapping[str, Tensor]
     from torchtitan.distributed import ParallelDims, utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
-    from torchtitan.models.llama3.parallelize import parallelize_llama
     from torchtitan.trainer import Trainer
 
     settings = CURRENT.settings(job, layout)
     named = {name: None if value == NOTHING else value for name, value in settings["parallelism"].items()}
+    named.pop("expert_parallel_comm_backend", None)  # of the model
     parallelism = ParallelismConfig(**named, spmd_backend=BACKEND)
     training = TrainingConfig(**{**settings["training"], "disable_cuda_graphs": True})
     recompute = {"full": FullAC, "selective": SelectiveAC}.get(layout.recompute)
     dims = ParallelDims.from_config(parallelism, world)
     dims.build_mesh()
     utils.set_spmd_backend(BACKEND)
-    shape = model_config(job.model, job.seq)
+    shape, parallelize = config_of(job.model, job.seq), parallelize_function(job.model)
     shape.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     model = shape.build()
     stored = {one.name: one.joined([weights[name] for name in one.ours]) for one in hf.stored(job.model)}
-    model.load_state_dict(_adapter(job.model).from_hf(stored))
+    biases = {name: one for name, one in model.state_dict().items() if name.endswith("expert_bias_E")}  # zero in a first step
+    model.load_state_dict(adapter(job.model).from_hf(stored) | biases)
     trainer = Trainer.__new__(Trainer)
     trainer.config = SimpleNamespace(parallelism=parallelism, training=training)
     trainer.parallel_dims, trainer.model_config, trainer.device = dims, shape, torch.device("cpu")
@@ -246,13 +227,13 @@ def _trainer(job: Job, layout: Layout, world: int, weights: Mapping[str, Tensor]
             model,
             device=trainer.device,
             model_config=shape,
-            parallelize_fn=parallelize_llama,
+            parallelize_fn=parallelize,
             loss_fn=trainer.loss_fn,
             **common,
         )
         trainer.pp_schedule = SimpleNamespace(step=partial(step_microbatches, schedule))
     else:
-        trainer.model_parts = [parallelize_llama(model, **common)]
+        trainer.model_parts = [parallelize(model, **common)]
     for part in trainer.model_parts:
         part.train()
         for module in part.modules():
@@ -264,10 +245,12 @@ def _trainer(job: Job, layout: Layout, world: int, weights: Mapping[str, Tensor]
 RUNNER = EngineRunner(
     name="torchtitan",
     requirement="torchtitan>=0.3,<0.4",
-    imports=("torchtitan.trainer", "torchtitan.models.llama3"),
+    imports=("torchtitan.trainer", "torchtitan.models.llama3", "torchtitan.models.qwen3"),
     check=_check,
     run=_run,
     conversions=_conversions,
     names=_MODULES,
+    models="its Llama and Qwen3",
+    beyond_llama=frozenset({"moe", "qk_norm"}),
     seq=seq_of,
 )
