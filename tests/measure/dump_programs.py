@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -25,6 +26,7 @@ from ultrascale.launch import local
 from ultrascale.measure.dump import Dump
 
 WIDTH, INNER, VOCAB, BATCH, LENGTH, LAYERS = 16, 32, 32, 8, 12, 2
+EXPERTS = 4
 Fault = str
 
 
@@ -190,6 +192,67 @@ def tensor_by_hand(rank: int, world: int, folder: Path, fault: Fault) -> None:
         placements = {}
     dump = Dump(model, folder, mesh={"tp": (rank, world)}, placements=placements)
     step(dump, model, x, y)
+
+
+class Experts(nn.Module):
+    """A router to one expert for each token; a rank has the first or the second half of the experts, or one process all."""
+
+    def __init__(self, fault: Fault = "") -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+        self.fault, self.ranks = fault, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        best, expert = self.router(tokens).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        rows, counts = tokens[order], torch.bincount(expert, minlength=EXPERTS)
+        received, sizes = counts, (None, None)
+        if self.ranks > 1:
+            received = all_to_all_single_autograd(counts, None, None, dist.group.WORLD)
+            sizes = tuple(one.view(self.ranks, -1).sum(1).tolist() for one in (received, counts))
+            rows = all_to_all_single_autograd(rows, *sizes, dist.group.WORLD)
+        # Rows come by rank, and from each rank by expert.
+        experts = torch.arange(len(self.weight)).repeat(self.ranks).repeat_interleave(received)
+        if self.fault == "rows taken as sorted":
+            experts = experts.sort().values
+        rows = torch.einsum("nij,nj->ni", self.weight[experts], rows)
+        if self.ranks > 1:
+            rows = all_to_all_single_autograd(rows, *reversed(sizes), dist.group.WORLD)
+        return (rows[order.argsort()] * best.unsqueeze(-1)).view_as(x)
+
+
+def _with_experts(fault: Fault = "") -> tuple[Net, Tensor, Tensor]:
+    model, x, y = make()
+    for layer in model.layers:
+        layer.mlp = Experts(fault)
+    return model, x, y
+
+
+def experts_in_one_process(folder: Path) -> None:
+    model, x, y = _with_experts()
+    dump = Dump(model, folder, program="one process")
+    step(dump, model, x, y)
+
+
+def experts_by_hand(rank: int, world: int, folder: Path, fault: Fault) -> None:
+    """Every rank has its part of the batch, and of each layer's experts."""
+    model, x, y = _with_experts(fault)
+    for layer in model.layers:
+        layer.mlp.weight = nn.Parameter(layer.mlp.weight.detach().chunk(world)[rank].clone())
+        layer.mlp.ranks = world
+    dump = Dump(model, folder, mesh={"dp": (rank, world)}, placements={"*.mlp.weight": "dp:0"})
+    x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+    with dump.step(1):
+        loss = loss_of(model, x, y)
+        dump.loss(loss)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if not name.endswith("mlp.weight"):
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+            elif fault != "expert gradients summed":  # of the mean over each rank's tokens
+                parameter.grad /= world
 
 
 def fsdp_and_tensor(rank: int, world: int, folder: Path, fault: Fault) -> None:

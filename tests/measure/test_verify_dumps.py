@@ -91,6 +91,25 @@ def test_a_fault_in_a_script_is_found_and_named(fault: str, reference: Path, tmp
     assert re.search(rf"first difference: step 1, {says}", text), text
 
 
+EXPERT_FAULTS = {
+    "": "",
+    "rows taken as sorted": r"forward output of layers\.0\.mlp off ",
+    "expert gradients summed": r"gradient of layers\.1\.mlp\.weight off .* is 2 times the other's \(the size of dp\)\. "
+    r"parameter gradients: 2 of 11 differ",
+}
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_a_fault_in_expert_parallelism_is_found_and_named(fault: str, tmp_path: Path) -> None:
+    programs.experts_in_one_process(tmp_path / "one")
+    programs.ranks(programs.experts_by_hand, 2, tmp_path / "a", fault)
+    found = compare_dumps(tmp_path / "a", tmp_path / "one")
+    assert found.ok == (not fault)
+    assert found.compared == {"weight": 11, "forward": 10, "loss": 1, "backward": 10, "gradient": 11}
+    text = report(tmp_path / "a", tmp_path / "one")
+    assert not fault or re.search(rf"first difference: step 1, {EXPERT_FAULTS[fault]}", text), text
+
+
 def test_the_command_exits_by_the_answer_and_writes_json(run: Run, reference: Path, tmp_path: Path) -> None:
     programs.one_process(tmp_path / "same")
     programs.one_process(tmp_path / "other", change=lambda model: model.head.weight.data[3].mul_(3))

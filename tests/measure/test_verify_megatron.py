@@ -21,21 +21,22 @@ from ultrascale.measure.verify_megatron import RUNNER
 from ultrascale.show.verify import dumps_report
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 
 torch.set_num_threads(1)
 Patch = pytest.MonkeyPatch
 Run = Callable[..., tuple[int, str, str]]
 LLAMA = Model(name="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256)
+MIXTRAL = LLAMA.model_copy(update={"name": "mixtral", "ffn": 0, "moe": MoE(experts=8, top_k=2, expert_ffn=16)})
 INTERLEAVED = {"pp": 2, "gas": 4, "mbs": 1, "schedule": "interleaved", "virtual_stages": 2}
 
 runs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is in dev-slow")
 
 
-def compared(fields: dict[str, Any]) -> DumpComparison:
+def compared(fields: dict[str, Any], shape: Model = LLAMA) -> DumpComparison:
     layout = Layout(**{"mbs": 2, **fields})
-    model = LLAMA.model_copy(update={"layers": max(2, layout.pp * layout.virtual_stages)})
+    model = shape.model_copy(update={"layers": max(2, layout.pp * layout.virtual_stages)})
     return verify_engine(RUNNER, small_job(model, layout.gpus, 32, layout.dp * layout.mbs * layout.gas), layout)
 
 
@@ -72,12 +73,36 @@ def test_megatron_computes_what_our_engine_computes(name: str) -> None:
     assert found.measured_bounds
 
 
+MOE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp": {"tp": 2},
+    "ep": {"dp": 2, "ep": 2},
+    "ep by all-gather": {"dp": 2, "ep": 2, "gas": 2, "dispatcher": "allgather"},
+    "ep x distributed optimizer": {"dp": 4, "ep": 2, "zero": 1},
+    "ep x tp": {"dp": 2, "tp": 2, "ep": 2},
+    "ep x tp by all-gather": {"dp": 2, "tp": 2, "ep": 2, "zero": 1, "dispatcher": "allgather"},
+    "ep x pp": {"dp": 2, "pp": 2, "ep": 2, "gas": 2},
+}
+
+
+@pytest.mark.slow
+@runs_megatron
+@pytest.mark.parametrize("name", MOE_LAYOUTS)
+def test_megatron_s_experts_compute_what_ours_compute(name: str) -> None:
+    found = compared(MOE_LAYOUTS[name], MIXTRAL)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 23, "forward": 23, "loss": 1, "backward": 23, "gradient": 23}
+    assert set(found.only_second) == {f"forward/blocks.{layer}.mlp.router.weights" for layer in (0, 1)}
+    assert found.measured_bounds
+
+
 @dataclass(frozen=True)
 class Fault:
     plant: Callable[[Patch], None]
     layout: dict[str, Any]
     says: str
     """a pattern of the report, from the first difference on"""
+    model: Model = LLAMA
 
 
 def with_attribute(patch: Patch, owner: Any, name: str, value: Any) -> None:
@@ -129,6 +154,38 @@ def batched_sends(patch: Patch) -> None:
     patch.setattr(transformer_config.TransformerConfig, "__post_init__", batched)
 
 
+def tokens_in_order_of_ranks(patch: Patch) -> None:
+    """The tokens that other ranks sent are taken as if they came sorted by expert, not by rank."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    with_attribute(patch, MoEAlltoAllTokenDispatcher, "sort_input_by_local_experts", torch.arange(8))
+
+
+def router_gradients_not_reduced(patch: Patch) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter.reset_parameters
+
+    def changed(self: Any) -> None:
+        original(self)
+        self.weight.sequence_parallel = False
+
+    patch.setattr(TopKRouter, "reset_parameters", changed)
+
+
+def experts_reduced_over_all_data_ranks(patch: Patch) -> None:
+    """Gradients of other ranks' experts are added, as if every data rank had the same."""
+    from megatron.core import distributed
+
+    class AllAlike(distributed.DistributedDataParallel):  # type: ignore[misc]
+        def __init__(self, config: Any, sharded: Any, module: Any) -> None:
+            for parameter in module.parameters():
+                parameter.allreduce = True
+            super().__init__(config, sharded, module)
+
+    patch.setattr(distributed, "DistributedDataParallel", AllAlike)
+
+
 NOT_REDUCED = "differ between ranks over tp, and their sum is right: they were not reduced"
 FAULTS = {
     "norm gradients not reduced": Fault(
@@ -157,6 +214,21 @@ FAULTS = {
         INTERLEAVED,
         r"forward output of blocks\.1\.attention_norm .* its second half",
     ),
+    "tokens in the order of ranks": Fault(
+        tokens_in_order_of_ranks, {"dp": 2, "ep": 2}, r"forward output of blocks\.0\.mlp ", MIXTRAL
+    ),
+    "router gradients not reduced": Fault(
+        router_gradients_not_reduced,
+        {"tp": 2},
+        rf"gradient of blocks\.1\.mlp\.router\.weight .* {NOT_REDUCED}.*parameter gradients: 2 of 23 differ",
+        MIXTRAL,
+    ),
+    "experts reduced over all data ranks": Fault(
+        experts_reduced_over_all_data_ranks,
+        {"dp": 2, "ep": 2},
+        r"gradient of blocks\.1\.mlp\.experts\.\w+ .*parameter gradients: 6 of 23 differ",
+        MIXTRAL,
+    ),
 }
 
 
@@ -166,7 +238,7 @@ FAULTS = {
 def test_a_fault_in_megatron_is_found_and_named(name: str, monkeypatch: Patch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    text = " ".join(line.strip() for line in dumps_report(compared(fault.layout)))
+    text = " ".join(line.strip() for line in dumps_report(compared(fault.layout, fault.model)))
     assert re.search(rf"first difference: step 1, {fault.says}", text), text
 
 
@@ -184,16 +256,27 @@ def test_the_command_verifies_a_plan_of_full_size(run: Run, tmp_path: Path) -> N
     assert '"ok": true' in (tmp_path / "out.json").read_text()
 
 
+SIGMOID = {"moe": MoE(experts=8, top_k=2, expert_ffn=16, router="sigmoid")}
+
+
 @pytest.mark.parametrize(
-    ("layout", "says"),
+    ("model", "layout", "says"),
     [
-        ({"cp": 2}, r"layout\.cp is 2 but --engine megatron has context parallelism in Transformer Engine only: try cp=1"),
-        ({"dp": 2, "zero": 3}, r"layout\.zero is 3 .* try zero=1"),
-        ({"recompute": "full"}, r"layout\.recompute is full .* try recompute=none"),
-        ({"pp": 2, "gas": 4, "schedule": "afab"}, r"layout\.schedule is afab .* try schedule=1f1b"),
-        ({"pp": 3, "gas": 4}, r"layout\.pp is 3 but --engine megatron needs stages of as many layers each, of 2"),
+        (MIXTRAL, {"tp": 2, "sequence_parallel": False}, r"layout\.sequence_parallel is False .* try sequence_parallel=true"),
+        (MIXTRAL, {"dp": 2, "ep": 2, "dispatcher": "deepep"}, r"layout\.dispatcher is deepep .* try dispatcher=alltoall"),
+        (MIXTRAL.model_copy(update=SIGMOID), {}, r"model\.moe\.router is sigmoid .* softmax only: try mixtral-8x7b"),
+        (LLAMA.model_copy(update={"qk_norm": True}), {}, r"model\.qk_norm is True .* runs its Llama and Mixtral only"),
+        (
+            LLAMA,
+            {"cp": 2},
+            r"layout\.cp is 2 but --engine megatron has context parallelism in Transformer Engine only: try cp=1",
+        ),
+        (LLAMA, {"dp": 2, "zero": 3}, r"layout\.zero is 3 .* try zero=1"),
+        (LLAMA, {"recompute": "full"}, r"layout\.recompute is full .* try recompute=none"),
+        (LLAMA, {"pp": 2, "gas": 4, "schedule": "afab"}, r"layout\.schedule is afab .* try schedule=1f1b"),
+        (LLAMA, {"pp": 3, "gas": 4}, r"layout\.pp is 3 but --engine megatron needs stages of as many layers each, of 2"),
     ],
 )
-def test_what_megatron_does_not_run_is_refused(layout: dict[str, Any], says: str) -> None:
+def test_what_megatron_does_not_run_is_refused(model: Model, layout: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
-        check_plan(RUNNER, small_job(LLAMA, 16), Layout(**layout))
+        check_plan(RUNNER, small_job(model, 16), Layout(**layout))

@@ -7,7 +7,8 @@ as Transformer Engine's is: the norm of its local spec refuses sequence parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,9 @@ from ultrascale.specs.model import Model
 
 _SCHEDULES = ("1f1b", "interleaved")
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}  # fixed in Megatron
+_DISPATCHERS = ("alltoall", "allgather")
+_ROUTER = {"router": "softmax", "router_bias": False, "shared_experts": 0, "groups": 1, "dense_layers": 0}
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc1|linear_fc2)")
 _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 _PARAMETERS = {
     "embedding.word_embeddings": "embed.tokens",
@@ -38,6 +42,7 @@ _PARAMETERS = {
     "self_attention.linear_proj": "attention.out",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc2": "mlp.down",
+    "mlp.router": "mlp.router",
 }
 
 
@@ -57,6 +62,15 @@ def _check(job: Job, layout: Layout) -> None:
         refuse("schedule", f"runs {' and '.join(_SCHEDULES)}", "1f1b")
     if job.model.layers % (layout.pp * layout.virtual_stages):
         refuse("pp", f"needs stages of as many layers each, of {job.model.layers}", "1")
+    if job.model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
+        refuse("sequence_parallel", "trains experts beside tp with sequence parallelism only", "true")
+    if layout.ep > 1 and layout.dispatcher not in _DISPATCHERS:
+        refuse("dispatcher", f"runs {' and '.join(_DISPATCHERS)}", "alltoall")
+    for name, known in _ROUTER.items() if job.model.moe is not None else ():
+        if (given := getattr(job.model.moe, name)) != known:
+            raise SpecError(
+                f"model.moe.{name} is {given} but --engine megatron is compared with {known} only: try mixtral-8x7b"
+            )
     scaling = job.model.rope_scaling
     for name, value in _SCALING.items() if scaling is not None else ():
         if getattr(scaling, name) != value:
@@ -76,6 +90,40 @@ class _CpuForCuda(TorchFunctionMode):
         return function(*args, **named)
 
 
+class _NoStream:
+    """A stream on which everything is done."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron does with sizes of messages on a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def _all_gather(parts: list[Tensor], own: Tensor, group: Any) -> None:
+    """With parts of any size, which gloo's has not."""
+    for rank, part in enumerate(parts):
+        if rank == group.rank():
+            part.copy_(own)
+        dist.broadcast(part, group=group, group_src=rank)
+
+
+def _reduce_scatter(own: Tensor, parts: list[Tensor], group: Any) -> None:
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        if rank == group.rank():
+            own.copy_(total)
+
+
 class _TorchNorm(nn.RMSNorm):
     """RMSNorm with the arguments of Megatron's norms."""
 
@@ -87,12 +135,20 @@ class _TorchNorm(nn.RMSNorm):
 def _run(job: Job, layout: Layout, batch: EngineInputs, folder: Path) -> None:
     from megatron.core import __version__, parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.Stream = _NoStream  # type: ignore[misc, assignment]
+    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
+    dist.all_gather = _all_gather  # type: ignore[assignment]
+    dist.reduce_scatter = _reduce_scatter  # type: ignore[assignment]
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved_to_cpu
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16.1 reads it although nothing defines it
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=_virtual(layout),
+        expert_model_parallel_size=layout.ep,
     )
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *names: nullcontext()
     with _CpuForCuda():
@@ -101,6 +157,7 @@ def _run(job: Job, layout: Layout, batch: EngineInputs, folder: Path) -> None:
             "pp": (parallel_state.get_pipeline_model_parallel_rank(), layout.pp),
             "dp": (parallel_state.get_data_parallel_rank(), layout.dp),
             "tp": (parallel_state.get_tensor_model_parallel_rank(), layout.tp),
+            "ep": (parallel_state.get_expert_model_parallel_rank(), layout.ep),
         }
         mesh = {axis: place for axis, place in mesh.items() if place[1] > 1}
         dump = Dump(
@@ -160,6 +217,7 @@ def _placements(layout: Layout) -> dict[str, str]:
         "*linear_fc1.weight": "tp:0",
         "*linear_fc2.weight": "tp:1",
         "*output_layer.weight": "tp:0",
+        "*local_experts.*.linear_fc1": "tp:1",  # [tokens of the expert, features]
         "*linear_qkv": columns,
         "*core_attention": columns,
         "*linear_fc1": columns,
@@ -186,10 +244,23 @@ def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model = job.model
+    moe = model.moe
+    experts: dict[str, Any] = {} if moe is None else {
+        "num_moe_experts": moe.experts,
+        "moe_ffn_hidden_size": moe.expert_ffn,
+        "moe_router_topk": moe.top_k,
+        "moe_router_pre_softmax": not moe.renormalize,
+        "moe_router_topk_scaling_factor": None if moe.scaling == 1.0 else moe.scaling,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": layout.dispatcher if layout.ep > 1 else "alltoall",
+        "expert_model_parallel_size": layout.ep,
+    }  # fmt: skip
     config = TransformerConfig(
+        **experts,
         num_layers=model.layers,
         hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn,
+        ffn_hidden_size=model.ffn if moe is None else moe.expert_ffn,
         num_attention_heads=model.heads,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
@@ -217,7 +288,7 @@ def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]
         apply_rope_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=None if moe is None else moe.experts)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _TorchNorm
     stages = layout.pp * layout.virtual_stages
     parts = []
@@ -237,7 +308,9 @@ def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]
             rope_scaling_factor=1.0 if model.rope_scaling is None else model.rope_scaling.factor,
             vp_stage=virtual,
         )
-        _number_layers(part.decoder.layers)
+        _number(part.decoder.layers, [layer.layer_number - 1 for layer in part.decoder.layers])
+        for layer in part.decoder.layers if moe is not None else ():
+            _number(layer.mlp.experts.local_experts, layer.mlp.local_expert_indices)
         for name, parameter in part.named_parameters():
             parameter.data.copy_(_shard(_joined(model, layout, name, weights), parameter))
         sharded = DistributedDataParallelConfig(use_distributed_optimizer=layout.zero > 0)
@@ -245,13 +318,13 @@ def _model(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]
     return parts
 
 
-def _number_layers(layers: nn.ModuleList) -> None:
-    """Names layers by their number in the whole model, as other programs do; Megatron starts at 0 in each stage."""
-    found: list[Any] = list(layers)
-    for number in range(len(found)):
-        delattr(layers, str(number))
-    for layer in found:
-        layers.add_module(str(layer.layer_number - 1), layer)
+def _number(modules: nn.ModuleList, numbers: Sequence[int]) -> None:
+    """Names layers and experts by their number in the whole model, as other programs do; Megatron starts at 0 on each rank."""
+    found = list(modules)
+    for place in range(len(found)):
+        delattr(modules, str(place))
+    for number, module in zip(numbers, found, strict=True):
+        modules.add_module(str(number), module)
 
 
 def _joined(model: Model, layout: Layout, name: str, weights: Mapping[str, Tensor]) -> Tensor:
@@ -264,10 +337,19 @@ def _joined(model: Model, layout: Layout, name: str, weights: Mapping[str, Tenso
     if module == _QKV:
         parts = [weights[f"{block}attention.qkv.{one}.weight"] for one in "qkv"]
         return torch.cat([torch.unflatten(part, 0, (model.kv_heads, -1)) for part in parts], 1).flatten(0, 1)
+    if (expert := _EXPERT.fullmatch(module)) is not None:
+        names = ("gate", "up") if expert[2] == "linear_fc1" else ("down",)
+        parts = [weights[f"{block}mlp.experts.{one}"][int(expert[1])] for one in names]
+        return parts[0] if len(parts) == 1 else _by_rank(layout, parts)
     if module == _FC1:
         parts = [weights[f"{block}mlp.inputs.{one}.weight"] for one in ("gate", "up")]
-        return torch.cat([torch.unflatten(part, 0, (layout.tp, -1)) for part in parts], 1).flatten(0, 1)
+        return _by_rank(layout, parts)
     return weights[f"{block}{_PARAMETERS[module]}.weight"]
+
+
+def _by_rank(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    """Gate and up of each rank, one rank after the other."""
+    return torch.cat([torch.unflatten(part, 0, (layout.tp, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _shard(whole: Tensor, parameter: Any) -> Tensor:
@@ -284,9 +366,10 @@ def _gather_gradients(parts: list[Any]) -> None:
     """The distributed optimizer's ranks have reduced gradients in their own shard of each bucket only."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group()
+    dense, experts = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
     for part in parts:
-        for buffer in part.buffers:
+        buffers = [(dense, one) for one in part.buffers] + [(experts, one) for one in part.expert_parallel_buffers]
+        for group, buffer in buffers:
             for bucket in buffer.buckets:
                 own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
@@ -294,7 +377,7 @@ def _gather_gradients(parts: list[Any]) -> None:
 
 def _conversions(step: DumpStep, job: Job, layout: Layout) -> dict[str, Conversion]:
     """Outputs as [batch, sequence, hidden]; queries, keys and values apart; gate and up apart."""
-    found: dict[str, Conversion] = {}
+    found: dict[str, Conversion] = dict(_expert_conversions(step, job, layout))
     for key in step.keys:
         section, _, name = key.partition("/")
         parameter = section in ("weight", "gradient")
@@ -311,6 +394,26 @@ def _conversions(step: DumpStep, job: Job, layout: Layout) -> dict[str, Conversi
         elif section in ("forward", "backward") and (_sequence_parallel(layout) or module != "embedding.word_embeddings"):
             found[key] = Conversion(key, transposed=True)
     return found
+
+
+def _expert_conversions(step: DumpStep, job: Job, layout: Layout) -> Iterator[tuple[str, Conversion]]:
+    """Experts are modules in Megatron, and one tensor of ours."""
+    parts: dict[tuple[str, str, str], dict[int, str]] = {}
+    for key in step.keys:
+        section, _, name = key.partition("/")
+        if section in ("weight", "gradient") and _EXPERT.search(name) is not None:
+            _, _, layer, module = name.removesuffix(".weight").split(".", 3)
+            expert = _EXPERT.fullmatch(module)
+            assert expert is not None
+            parts.setdefault((section, layer, expert[2]), {})[int(expert[1])] = key
+    for (section, layer, module), keys in parts.items():
+        sources = tuple(keys[number] for number in sorted(keys))
+        prefix = f"{section}/blocks.{layer}.mlp.experts."
+        if module == "linear_fc2":
+            yield f"{prefix}down", Conversion(sources)
+        else:
+            for number, one in enumerate(("gate", "up")):
+                yield prefix + one, Conversion(sources, partial(_half_of, layout.tp, number, 0))
 
 
 def _group_of(model: Model, number: int, dim: int, fused: Tensor) -> Tensor:
@@ -334,4 +437,6 @@ RUNNER = EngineRunner(
     run=_run,
     conversions=_conversions,
     names={"embedding": "embed"},
+    models="its Llama and Mixtral",
+    beyond_llama=frozenset({"moe"}),
 )
