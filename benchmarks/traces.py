@@ -78,6 +78,8 @@ def events(rank: int, kernels: int, steps: int, times: list[tuple[float, float]]
                              {"External id": correlation, "cbid": 211, "correlation": correlation})  # fmt: skip
                 yield _event("kernel", KERNEL, at, each - 1, 0, 7,
                              {"External id": correlation, **DETAILS, "stream": 7, "correlation": correlation})  # fmt: skip
+                yield _arrow(correlation, launched, 100, 1)
+                yield {**_arrow(correlation, at, 0, 7), "ph": "f", "bp": "e"}
             correlation += 1
             launched = last - 200
             data = number % 8 == 7
@@ -94,6 +96,11 @@ def events(rank: int, kernels: int, steps: int, times: list[tuple[float, float]]
 
 def _event(cat: str, name: str, ts: float, dur: float, pid: int, tid: int, args: dict[str, object]) -> dict[str, object]:
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": round(ts, 3), "dur": round(dur, 3), "args": args}
+
+
+def _arrow(number: int, ts: float, pid: int, tid: int) -> dict[str, object]:
+    """The start of Kineto's arrow from a launch to its kernel."""
+    return {"ph": "s", "id": number, "pid": pid, "tid": tid, "ts": round(ts, 3), "cat": "ac2g", "name": "ac2g"}
 
 
 def write(job: tuple[Path, int, int, int, int, list[tuple[float, float]]]) -> int:
