@@ -184,3 +184,17 @@ def test_following_fields_keep_the_layout_legal() -> None:
     assert plain is not None
     assert plain.zero_shards is None
     assert with_batch(of, layout, tp=3) is None
+
+
+def test_a_slow_network_is_a_reason() -> None:
+    """The layout's time on the usual network is an estimate of its own; inside one node nothing crosses it."""
+    slow = plan(JOBS["8b"].with_network_gb_s(13), top=1).plans[0]
+    usual_s = estimate(JOBS["8b"], slow.layout).step_time_s
+    [sentence] = [reason for reason in slow.reasons if "the network carries 13 GB/s per GPU" in reason]
+    assert f"at the usual 50 this layout would take {usual_s:.2f} s per step" in sentence
+    assert f"({usual_s / slow.estimate.step_time_s - 1:+.0%})" in sentence
+    assert sentence in slow.reasons[:MAIN_REASONS]
+    cut = plan(JOBS["8b"].with_network_gb_s(13), fix=["tp=8"], top=1).plans[0]
+    assert any("leaves the NVLink domain for 13 GB/s per GPU and costs" in reason for reason in cut.reasons)
+    inside = plan(make_job("llama-3-8b", "8xh100", 8192, 64).with_network_gb_s(13), top=1).plans[0]
+    assert not any("network carries" in reason for reason in inside.reasons)

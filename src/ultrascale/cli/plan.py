@@ -101,6 +101,14 @@ def plan(
             "[cyan]1.0[/] for benchmarks that force balanced routing.",
         ),
     ] = None,
+    network_gb_s: Annotated[
+        float | None,
+        typer.Option(
+            "--network-gb-s",
+            help="What the network between nodes really carries, GB/s per GPU and direction: [cyan]13[/]. "
+            "Default: the NIC's data sheet, or the cluster file.",
+        ),
+    ] = None,
     all_reasons: Annotated[
         bool, typer.Option("--all-reasons", help="Every reason for the first layout, not the main ones only.")
     ] = False,
@@ -120,6 +128,8 @@ def plan(
     )
     if expert_imbalance is not None:
         job = job.with_expert_imbalance(expert_imbalance)
+    if network_gb_s is not None:
+        job = job.with_network_gb_s(network_gb_s)
     with progress() as say:
         result = search(
             job,

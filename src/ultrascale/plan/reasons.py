@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from ultrascale.cost.engines import problem
-from ultrascale.cost.estimate import DraftEstimate, drafts
+from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
@@ -273,6 +273,7 @@ def _speed(
     utilisation = f" (MFU {predicted.mfu_causal:.1%}, causal attention, {job.precision} peak)"
     used = "" if job.cluster.efficiency.synchronous else utilisation
     yield f"a step takes {seconds(predicted.step_time_s)}{used}: {top}"
+    yield from _network(job, layout, predicted)
     if objective == "throughput":
         better = [n for n in rejected if not n.fits and n.step_time_s < predicted.step_time_s]
         if better:
@@ -282,7 +283,8 @@ def _speed(
     yield from _dispatcher(layout, by_change)
     for axis, label in (("tp", "TP"), ("pp", "PP"), ("cp", "CP"), ("ep", "EP"), ("mbs", "micro-batch")):
         value, twice = getattr(layout, axis), 2 * getattr(layout, axis)
-        leaves = "leaves the NVLink domain and " if axis == "tp" and twice > job.cluster.fast_domain >= value else ""
+        over_network = f"leaves the NVLink domain for {job.cluster.network_gb_s:g} GB/s per GPU and "
+        leaves = over_network if axis == "tp" and twice > job.cluster.fast_domain >= value else ""
         if (up := by_change.get(f"{axis}={twice}")) is not None:
             yield f"{label} stays at {value}: at {twice} it {leaves}{_costs(up)}"
         elif axis == "tp" and twice <= job.cluster.gpus:
@@ -299,6 +301,18 @@ def _speed(
     ):
         chunks = f"{layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else "one stage per rank"
         yield f"schedule {layout.schedule} with {chunks}: 1F1B {_costs(plain)}"
+
+
+def _network(job: Job, layout: Layout, predicted: Estimate) -> Iterator[str]:
+    """What a network that is slower or faster than its data sheet changes for this layout."""
+    rate, usual = job.cluster.network_gb_s, job.cluster.gpu.network_gb_s
+    if rate == usual or job.cluster.gpus <= job.cluster.fast_domain:
+        return
+    there = estimate(job.with_network_gb_s(usual), layout)
+    yield (
+        f"the network carries {rate:g} GB/s per GPU: at the usual {usual:g} this layout would take "
+        f"{seconds(there.step_time_s)} per step ({there.step_time_s / predicted.step_time_s - 1:+.0%})"
+    )
 
 
 def _dispatcher(layout: Layout, by_change: dict[str, Neighbour]) -> Iterator[str]:

@@ -105,13 +105,12 @@ def _changed_job(job: Job, fields: dict[str, Any]) -> Job:
         # A network that is not the usual one of its GPUs was given or measured: it stays.
         own = {} if cluster.network_gb_s == cluster.gpu.network_gb_s else {"network_gb_s": cluster.network_gb_s}
         fields["cluster"] = cluster = Cluster.of(kind, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, **own)
-    if "network_gb_s" in fields:
-        fields["cluster"] = build(Cluster, {**dict(cluster), "network_gb_s": fields.pop("network_gb_s")}, "cluster")
     if "seq" in fields and "batch_tokens" not in fields:
         whole = max(1, round(job.batch_tokens / fields["seq"]))
         fields["batch_tokens"] = whole * fields["seq"]
-    imbalance = fields.pop("expert_imbalance", None)
+    imbalance, network = fields.pop("expert_imbalance", None), fields.pop("network_gb_s", None)
     changed = job.changed(**fields)
+    changed = changed if network is None else changed.with_network_gb_s(network)
     return changed if imbalance is None else changed.with_expert_imbalance(imbalance)
 
 

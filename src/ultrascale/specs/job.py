@@ -95,6 +95,10 @@ class Job(FrozenSpec):
             raise SpecError(f"job has no field '{min(unknown)}': known: {', '.join(Job.model_fields)}")
         return build(Job, {**dict(self), **fields}, "job")
 
+    def with_network_gb_s(self, rate: float) -> Job:
+        """The same job on a network of that rate, GB/s per GPU and direction."""
+        return self.changed(cluster=build(Cluster, {**dict(self.cluster), "network_gb_s": rate}, "cluster"))
+
     def with_expert_imbalance(self, imbalance: float) -> Job:
         """The same job with the busiest expert rank at so many times the mean tokens."""
         if self.model.moe is None:
