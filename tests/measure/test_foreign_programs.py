@@ -49,8 +49,8 @@ def rehearsed(folder: Path, request: ForeignRequest) -> ForeignRehearsal:
     return ForeignRehearsal.of_json(json.loads((folder / run.RESULT).read_text()))
 
 
-def real(folder: Path, script: Path, world: int) -> ForeignRehearsal:
-    """Rank 0 of the same program in real processes on gloo, watched through the same step."""
+def real(folder: Path, script: Path, world: int, arguments: tuple[str, ...] = (), rank: int = 0) -> ForeignRehearsal:
+    """One rank of the same program in real processes on gloo, watched through the same step."""
 
     def rank_of(rank: int) -> Callable[[], None]:
         request = ForeignRequest(str(script), world, rank, steps=3)
@@ -63,14 +63,14 @@ def real(folder: Path, script: Path, world: int) -> ForeignRehearsal:
             torch.set_num_threads(1)
             port = {"MASTER_PORT": str(20000 + os.getppid() % 20000)}
             os.environ.update(request.environment | port)
-            sys.argv = [str(script)]
+            sys.argv = [str(script), *arguments]
             with Watcher(None, request.steps, done):
                 runpy.run_path(str(script), run_name="__main__")
 
         return target
 
     in_processes(*map(rank_of, range(world)))
-    return ForeignRehearsal.of_json(json.loads((folder / "real0.json").read_text()))
+    return ForeignRehearsal.of_json(json.loads((folder / f"real{rank}.json").read_text()))
 
 
 def figures(found: ForeignRehearsal) -> dict[str, Any]:

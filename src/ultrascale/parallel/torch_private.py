@@ -6,6 +6,7 @@ are `torch._scaled_mm` (kernels/float8_gemm.py) and the names of ATen operators 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -168,6 +169,48 @@ def step_microbatches(
         stage.has_backward = schedule._has_backward
         stage.clear_runtime_states()
     schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **options)
+
+
+def exchange_pipeline_shapes(receive: Callable[[Any, int], Any], send: Callable[[Any, Any, int], None]) -> None:
+    """Stages built without shapes get them from `receive(stage, source)` and hand theirs to `send(stage, shapes, destination)`.
+
+    torch 2.13 asks the ranks of neighbouring stages before the first step, and all ranks whether their stages have shapes:
+    here the stages of this rank answer for all.
+    """
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    def warm_up(_: Any, stages: Sequence[Any], has_backward: bool, done: bool) -> None:
+        modes = schedules.InferenceMode
+        known = [one for one in stages if isinstance(one, PipelineStage)]
+        asks = any(modes.needs_dynamic(one._user_meta, has_backward) for one in known)
+        for one in known:
+            one._inference_mode = modes.DYNAMIC if asks else modes.STATIC
+
+    PipelineStage._recv_meta = receive  # type: ignore[method-assign,assignment]
+    PipelineStage._send_meta = send  # type: ignore[method-assign,assignment]
+    schedules._PipelineSchedule._warmup_p2p = warm_up  # type: ignore[method-assign,assignment]
+
+
+def rank_of_pipeline_stage(stage: Any, index: int) -> int:
+    """The global rank that has the stage of this index, in the pipeline of a PipelineStage."""
+    return int(stage._resolve_peer_global_rank(index))
+
+
+def shapes_of_gradients(stage: Any) -> Any:
+    """What the next stage of torch's pipelines sends back: gradients like the outputs, and no sums that are yet to be reduced."""
+    from torch.distributed.pipelining import _utils
+    from torch.distributed.tensor import Replicate
+
+    def gradient(output: Any) -> Any:
+        if not output.requires_grad:
+            return None
+        found = dataclasses.replace(output, requires_grad=False)
+        if not isinstance(found, _utils._DTensorMeta):
+            return found
+        placements = tuple(Replicate() if one.is_partial() else one for one in found.placements)
+        return dataclasses.replace(found, placements=placements)
+
+    return _utils._StageBackwardMeta(tuple(map(gradient, stage._stage_meta.outputs)))
 
 
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:

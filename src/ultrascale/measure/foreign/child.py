@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ultrascale.measure.foreign.compiled import OFF
 from ultrascale.measure.foreign.device import NOT_COUNTED, device_of
+from ultrascale.measure.foreign.pipeline import stages_without_neighbours
 from ultrascale.measure.foreign.request import COMPILED, ENGINES, CannotRehearseError, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.run import REQUEST, RESULT
 from ultrascale.measure.foreign.watcher import Watcher
@@ -46,6 +47,7 @@ def main(folder: Path) -> None:
         os._exit(0)  # the program's own end may wait for other ranks
 
     device = device_of(request, notes.setdefault, save, done)
+    stages_without_neighbours(request, folder, notes.setdefault)
     try:
         with device.running():
             if request.engine is not None:

@@ -111,6 +111,8 @@ class ForeignRequest:
     """meta: tensors without memory; cuda: one real GPU"""
     count: bool = True
     """on a GPU: run the last step, which counts operators and may need more memory than those that are measured"""
+    only_shapes: bool = False
+    """end when the pipeline's first stage, which this rank has, knows the shapes of what it sends"""
     notes: tuple[str, ...] = field(default=())
 
     def checked(self) -> ForeignRequest:

@@ -6,21 +6,17 @@ import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ultrascale.measure.foreign.data_stub import stub_data_pipeline
-from ultrascale.measure.foreign.request import CannotRehearseError
-from ultrascale.parallel.torch_private import FakeTensor
+from ultrascale.parallel.torch_private import FakeTensor, step_microbatches
 
 GRAPHS = "CUDA graphs are off: their private memory is not counted"
 PARTIAL = "parallelism.spmd_backend is partial_dtensor: torchtitan's spmd_types needs a newer torch than {torch}"
-NO_PIPELINE = (
-    "parallelism.pipeline_parallel_degree is {pp} but torchtitan builds stages without shapes, which torch receives from the "
-    "stages before and after, and there are none here: try 1, or rehearse the plan in our engine"
-)
 NO_DATA = "the tokenizer or the dataset could not be read here: batches of zeros take their place"
 
 
@@ -46,6 +42,7 @@ def _run_python(config: str, arguments: Sequence[str], note: Callable[[str], Non
         found.parallelism.spmd_backend = "partial_dtensor"
         note(PARTIAL.format(torch=torch.__version__))
     _prepare(found)
+    _step_with_micro_batches()
     found.dump_folder = tempfile.gettempdir()
     _readable(type(found.tokenizer), "build", note)
     seq = found.training.seq_len
@@ -86,6 +83,19 @@ def _fill_indices() -> None:
     kernels.fill_indices_wrapper = outer
 
 
+def _step_with_micro_batches() -> None:
+    """torchtitan gives a pipeline its micro-batches, where torch 2.13 takes a whole batch."""
+    pipelines: Any = importlib.import_module("torchtitan.distributed.pipeline_parallel")
+    build = pipelines._build_pipeline_schedule
+
+    def outer(**given: Any) -> Any:
+        schedule = build(**given)
+        schedule.step = partial(step_microbatches, schedule)
+        return schedule
+
+    pipelines._build_pipeline_schedule = outer
+
+
 def _wait_for_nobody() -> None:
     """torchtitan sets timeouts of its groups, with functions that not every torch has."""
     groups: Any = importlib.import_module("torchtitan.distributed.utils")
@@ -93,8 +103,6 @@ def _wait_for_nobody() -> None:
 
 
 def _prepare(config: Any) -> None:
-    if config.parallelism.pipeline_parallel_degree > 1:
-        raise CannotRehearseError(NO_PIPELINE.format(pp=config.parallelism.pipeline_parallel_degree))
     _wait_for_nobody()
     config.checkpoint.enable = False
     (config.validator if hasattr(config, "validator") else config.validation).enable = False
