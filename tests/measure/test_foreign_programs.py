@@ -49,8 +49,15 @@ def rehearsed(folder: Path, request: ForeignRequest) -> ForeignRehearsal:
     return ForeignRehearsal.of_json(json.loads((folder / run.RESULT).read_text()))
 
 
-def real(folder: Path, script: Path, world: int, arguments: tuple[str, ...] = (), rank: int = 0) -> ForeignRehearsal:
-    """One rank of the same program in real processes on gloo, watched through the same step."""
+def real(
+    folder: Path,
+    script: Path,
+    world: int,
+    of: int = 0,
+    arguments: tuple[str, ...] = (),
+    prepare: Callable[[], Any] = lambda: None,
+) -> ForeignRehearsal:
+    """Rank `of` of the same program in real processes on gloo, watched through the same step."""
 
     def rank_of(rank: int) -> Callable[[], None]:
         request = ForeignRequest(str(script), world, rank, steps=3)
@@ -64,13 +71,14 @@ def real(folder: Path, script: Path, world: int, arguments: tuple[str, ...] = ()
             port = {"MASTER_PORT": str(20000 + os.getppid() % 20000)}
             os.environ.update(request.environment | port)
             sys.argv = [str(script), *arguments]
+            prepare()
             with Watcher(None, request.steps, done):
                 runpy.run_path(str(script), run_name="__main__")
 
         return target
 
     in_processes(*map(rank_of, range(world)))
-    return ForeignRehearsal.of_json(json.loads((folder / f"real{rank}.json").read_text()))
+    return ForeignRehearsal.of_json(json.loads((folder / f"real{of}.json").read_text()))
 
 
 def figures(found: ForeignRehearsal) -> dict[str, Any]:
@@ -337,15 +345,6 @@ def test_torchtitan(config: str, more: tuple[str, ...], degrees: dict[str, int])
     if technique == "cp":  # keys and values of six layers are gathered, again in backward, and their gradients reduced
         calls = {(one.kind, one.where): one.calls for one in found.collectives if one.technique == "cp"}
         assert calls == {("all_gather", "forward"): 12, ("all_gather", "backward"): 12, ("reduce_scatter", "backward"): 12}
-
-
-@pytest.mark.slow
-def test_torchtitan_cannot_run_a_stage_without_its_neighbours() -> None:
-    pytest.importorskip("torchtitan")
-    arguments = ("--parallelism.pipeline_parallel_degree=2", "--training.disable_cuda_graphs")
-    with pytest.raises(RunError, match="pipeline_parallel_degree is 2 but torchtitan builds stages without shapes") as refused:
-        run.rehearse_foreign(ForeignRequest("llama3:llama3_debugmodel", 8, engine="torchtitan", arguments=arguments))
-    assert "\n" not in str(refused.value)
 
 
 ENDINGS = {

@@ -197,7 +197,7 @@ def rank_of_pipeline_stage(stage: Any, index: int) -> int:
 
 
 def shapes_of_gradients(stage: Any) -> Any:
-    """What the next stage of torch's pipelines sends back: gradients like the outputs, and no sums that are yet to be reduced."""
+    """What the next stage of torch's pipelines sends back: gradients like the outputs, with no sums left to reduce."""
     from torch.distributed.pipelining import _utils
     from torch.distributed.tensor import Replicate
 

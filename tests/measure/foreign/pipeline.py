@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
 
-ROWS, WIDTH, VOCAB, LAYERS = 16, 32, 128, 2
+ROWS, WIDTH, VOCAB, LAYERS = 64, 32, 128, 2
 
 
 def with_shapes(index: int, last: int) -> dict[str, tuple[torch.Tensor]]:

@@ -24,7 +24,7 @@ from ultrascale.parallel.torch_private import exchange_pipeline_shapes, rank_of_
 SHAPES = "shapes.pickle"
 ASSUMED = "pipeline: every stage but the last is taken to send what the first stage sends, and to get gradients of these shapes"
 DIFFERENT = (
-    "the pipeline's stage {stage} sends {sent}, but the first stage sends {first}, and shapes of other ranks' stages are not known: "
+    "the pipeline's stage {stage} sends {sent}, but the first stage sends {first}, and no other rank's stage is known: "
     "give each PipelineStage its input_args and output_args"
 )
 
