@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.stages import chunk_layers, nanotron_stage_split, rank_shares, representative_ranks
+from ultrascale.cost.stages import chunk_layers, nanotron_stage_split, rank_shares, representative_ranks, torchtitan_stage_split
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -106,3 +106,10 @@ def test_representative_ranks_include_peak_and_slowest() -> None:
     assert shares[2][:2] == (0, 2)
     assert {shares[rank] for rank in representatives} == set(shares)
     assert len(representatives) < 12
+
+
+def test_torchtitan_counts_the_embedding_and_the_head_as_layers() -> None:
+    """As its _generate_llm_fqn_per_model_part cuts them."""
+    assert torchtitan_stage_split(32, 2) == (16, 16)
+    assert torchtitan_stage_split(32, 4) == (8, 9, 8, 7)
+    assert torchtitan_stage_split(8, 4) == (2, 3, 2, 1)

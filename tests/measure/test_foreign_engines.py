@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from conftest import Run
 from measure.test_foreign_programs import rehearsed
 from ultrascale.cost.estimate import estimate
 from ultrascale.export import targets, write
-from ultrascale.measure.foreign.request import ENGINES, ForeignRehearsal, ForeignRequest, arguments_of
+from ultrascale.measure.foreign.request import ENGINES, ForeignEngine, ForeignRehearsal, ForeignRequest, arguments_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -156,6 +157,17 @@ def test_other_optimizers_are_refused() -> None:
     changed = Plan(job=plan.job.changed(optimizer="muon"), layout=plan.layout, estimate=plan.estimate)
     with pytest.raises(SpecError, match=r"job.optimizer is muon.* try adamw"):
         arguments_of(changed)
+
+
+def test_engines_have_other_names(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForeignEngine, "installed", lambda _: "1.15.0")
+    config = tmp_path / "config.yaml"
+    config.touch()
+    for name in ("transformers", "fsdp", "accelerate"):
+        assert ForeignRequest(str(config), 8, engine=name).checked() == ForeignRequest(str(config), 8, engine="accelerate")
+    _, out, _ = run("rehearse", "--help")
+    shown = set(re.findall(r"\w+", out))
+    assert {name for one in ENGINES.values() for name in (one.name, *one.other_names)} <= shown
 
 
 @pytest.mark.slow

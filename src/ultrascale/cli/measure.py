@@ -123,7 +123,11 @@ def rehearse(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", help="Rehearse another engine: [cyan]torchtitan, accelerate, deepspeed, megatron[/]."),
+        typer.Option(
+            "--engine",
+            help="Rehearse another engine: [cyan]torchtitan[/], [cyan]accelerate[/] (also [cyan]transformers[/] or "
+            "[cyan]fsdp[/]), [cyan]deepspeed[/], [cyan]megatron[/].",
+        ),
     ] = None,
     config: Annotated[
         str | None,

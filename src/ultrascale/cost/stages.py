@@ -64,6 +64,16 @@ def nanotron_stage_split(layers: int, ranks: int, head_layers: float) -> tuple[i
     return tuple(np.diff((0, *ends, layers)).tolist())
 
 
+@lru_cache(maxsize=4096)
+def torchtitan_stage_split(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers per chunk as torchtitan deals them out, the larger ones first; the embedding and the head count as one each."""
+    each, rest = divmod(layers + 2, chunks)
+    counts = [each + (chunk < rest) for chunk in range(chunks)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
+
+
 def head_in_layers(model: Model) -> float:
     """What the head weighs against a layer: the last pipeline stage gets that many layers less."""
     return vocabulary(model).elements / multiplied_elements(model, moe=model.moe_layers > 0)
@@ -73,6 +83,8 @@ def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     model, split = job.model, job.framework.stage_split
     if split == "nanotron" and virtual_stages == 1:
         return nanotron_stage_split(model.layers, ranks, head_in_layers(model))
+    if split == "torchtitan" and 1 < ranks * virtual_stages <= model.layers // 2 + 1:  # else a chunk has no layer
+        return torchtitan_stage_split(model.layers, ranks * virtual_stages)
     head_layers = {"layers": 0.0, "layers-and-head": 1.0}
     return split_layers(model.layers, ranks, virtual_stages, head_layers.get(split, head_in_layers(model)))
 

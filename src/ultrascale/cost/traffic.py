@@ -323,8 +323,10 @@ def _zero(stage: Stage) -> Calls:
     job, layout, params = stage.job, stage.layout, stage.params
     narrow = fp8_on_rank(job, stage.row, stage.share)
     moved = communication.zero_traffic(stage.work, params.trunk, params.experts, narrow.elements)
-    gathers = {1: 1, 2: 1, 3: layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
-    scatters = 1 if layout.zero == 1 or job.framework.accumulation == "unsharded" else layout.gas
+    piped = layout.pp > 1 and job.framework.accumulation == "unsharded-in-pipelines"
+    kept = piped and layout.keep_gathered  # until all gradients are reduced
+    gathers = {1: 1, 2: 1, 3: 1 if kept else layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
+    scatters = 1 if layout.zero == 1 or piped or job.framework.accumulation == "unsharded" else layout.gas
     if layout.shards > 1:
         if job.framework.head_gathers and layout.zero == 3:
             yield from _gathers_by_group(stage, gathers)

@@ -177,10 +177,10 @@ def exchange_pipeline_shapes(receive: Callable[[Any, int], Any], send: Callable[
     torch 2.13 asks the ranks of neighbouring stages before the first step, and all ranks whether their stages have shapes:
     here the stages of this rank answer for all.
     """
-    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.distributed.pipelining import PipelineStage, _utils, schedules
 
     def warm_up(_: Any, stages: Sequence[Any], has_backward: bool, done: bool) -> None:
-        modes = schedules.InferenceMode
+        modes = _utils.InferenceMode
         known = [one for one in stages if isinstance(one, PipelineStage)]
         asks = any(modes.needs_dynamic(one._user_meta, has_backward) for one in known)
         for one in known:

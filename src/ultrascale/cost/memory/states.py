@@ -312,6 +312,8 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         gradients_sharded = gradients_sharded | (optimizer_sharded & (columns.gas == 1))
     if job.framework.accumulation == "unsharded":
         gradients_sharded = gradients_sharded & (columns.gas == 1)
+    elif job.framework.accumulation == "unsharded-in-pipelines":
+        gradients_sharded = gradients_sharded & (columns.pp == 1)
     whole = gradient_bytes(job) * (params.total - params.padding)
     in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
     on_gpu = columns.is_("offload", "none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class ForeignEngine:
     """its configuration has no model and no batch: they are a program's, here foreign/program.py"""
     gpu: bool = False
     """it can be rehearsed on a GPU too"""
+    other_names: tuple[str, ...] = ()
+    """that users type for it"""
 
     def preset(self, version: str, eager: bool) -> str:
         """Of an estimate for this version, with torch.compile or without."""
@@ -74,7 +76,7 @@ ENGINES = {
             library=False,
             gpu=True,
         ),
-        ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True),
+        ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True, other_names=("transformers", "fsdp")),
         ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
         ForeignEngine("megatron", ("0.16.1",), "megatron-core", "megatron-core", "megatron-local"),
     )
@@ -91,9 +93,11 @@ def arguments_of(plan: Plan) -> tuple[str, ...]:
 
 
 def engine_named(name: str) -> ForeignEngine:
-    if name not in ENGINES:
-        raise SpecError(f"--engine is '{name:.40}' but must be one of {', '.join(ENGINES)}: {nearest(name[:40], ENGINES)}")
-    return ENGINES[name]
+    """By its own name or another."""
+    known = {each: one for one in ENGINES.values() for each in (one.name, *one.other_names)}
+    if name not in known:
+        raise SpecError(f"--engine is '{name:.40}' but must be one of {', '.join(known)}: {nearest(name[:40], known)}")
+    return known[name]
 
 
 @dataclass(frozen=True)
@@ -137,10 +141,11 @@ class ForeignRequest:
             )
         version = engine.installed()
         _check_configuration(engine, version, self.program)
+        found = replace(self, engine=engine.name)
         if version in engine.tested:
-            return self
+            return found
         note = f"{engine.name} {version} was not tested; {' and '.join(engine.tested)} were"
-        return ForeignRequest(**{**vars(self), "notes": (*self.notes, note)})
+        return replace(found, notes=(*self.notes, note))
 
     @property
     def environment(self) -> dict[str, str]:
