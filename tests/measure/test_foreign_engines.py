@@ -34,12 +34,12 @@ def planned(framework: str, model: Model = TINY, **layout: Any) -> Plan:
     return Plan(job=job, layout=chosen, estimate=estimate(job, chosen))
 
 
-def rehearsed_plan(folder: Path, engine: str, **layout: Any) -> ForeignRehearsal:
-    plan = planned(ENGINES[engine].framework, **layout)
+def rehearsed_plan(folder: Path, engine: str, model: Model = TINY, rank: int = 0, **layout: Any) -> ForeignRehearsal:
+    plan = planned(ENGINES[engine].framework, model, **layout)
     exported = targets.engine_files(plan, engine, None, str(folder))
     write.into(folder, exported.files, force=True)
     config = str(folder / exported.checks[0].engine.config)
-    return rehearsed(folder, ForeignRequest(config, plan.layout.gpus, engine=engine, arguments=arguments_of(plan)))
+    return rehearsed(folder, ForeignRequest(config, plan.layout.gpus, rank, engine=engine, arguments=arguments_of(plan)))
 
 
 def calls(found: ForeignRehearsal) -> dict[tuple[str, str], tuple[int, int]]:
@@ -130,6 +130,25 @@ def test_megatron_with_tensor_parallelism_and_a_distributed_optimizer(tmp_path: 
     }
     matmuls = 3 * 2 * 2 * SEQ * (ALL - EMBEDDING - norms) // 2
     assert found.flops["mm"] == matmuls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 7])
+def test_megatron_with_virtual_stages(rank: int, tmp_path: Path) -> None:
+    """Two stages of one layer on each of two ranks; the first has the embedding and the fourth the head."""
+    pytest.importorskip("megatron.core")
+    model = TINY.model_copy(update={"layers": 4})
+    found = rehearsed_plan(
+        tmp_path, "megatron", model, rank, dp=4, pp=2, zero=1, gas=4, schedule="interleaved", virtual_stages=2
+    )
+    held = [LAYER + EMBEDDING, LAYER] if rank == 0 else [LAYER, LAYER + EMBEDDING + NORM]
+    padded = sum(-(-one // 128) * 128 for one in held)
+    padding = padded - sum(held)  # in the part of the last of four ranks, which rank 7 is
+    assert found.memory["parameters"] == 2 * padded + 4 * (padded // 4 - padding)
+    sends = {one.where: (one.calls, one.bytes) for one in found.collectives if one.kind == "send_recv"}
+    assert (sum(calls for calls, _ in sends.values()), sum(size for _, size in sends.values())) == (12, 12 * SEQ * 64 * 2)
+    head = EMBEDDING if rank == 7 else 0
+    assert found.flops["mm"] == 4 * 3 * 2 * SEQ * (2 * (LAYER - 2 * NORM) + head)
 
 
 @pytest.mark.slow

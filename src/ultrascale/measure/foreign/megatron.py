@@ -29,8 +29,6 @@ _NOT_FUSED = {"tp_comm_overlap", "attention_backend", "cross_entropy_fusion_impl
 _REFUSED = {
     "context_parallel_size": "1",
     "expert_model_parallel_size": "1",
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,
 }
 """with the value that works, or None where there is none"""
@@ -46,16 +44,14 @@ def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> N
     parallel = _core("parallel_state")
     torch.distributed.init_process_group()
     pp = int(given["pipeline_model_parallel_size"])
-    parallel.initialize_model_parallel(int(given["tensor_model_parallel_size"]), pp)
+    virtual = _virtual_stages(given)
+    parallel.initialize_model_parallel(int(given["tensor_model_parallel_size"]), pp, virtual)
     shape, reduction = _model_config(given), _of_class(_core("distributed").DistributedDataParallelConfig, given)
     reduction.grad_reduce_in_fp32 = "accumulate_allreduce_grads_in_fp32" in given
-    model = _core("distributed").DistributedDataParallel(shape, reduction, _model(shape, given))
-    shape.finalize_model_grads_func = _core("distributed").finalize_model_grads
-    if reduction.overlap_grad_reduce:
-        shape.no_sync_func = model.no_sync
+    model = _chunks(shape, reduction, given)
     optimizers = _core("optimizer")
     optimizer = optimizers.get_megatron_optimizer(
-        _of_class(optimizers.OptimizerConfig, given, params_dtype=shape.params_dtype), [model]
+        _of_class(optimizers.OptimizerConfig, given, params_dtype=shape.params_dtype), model
     )
     seq, rows = int(given["seq_length"]), int(given["micro_batch_size"])
     count = int(given["global_batch_size"]) // rows // parallel.get_data_parallel_world_size()
@@ -66,18 +62,48 @@ def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> N
         return stage(tokens, tokens, None, labels=tokens), lambda losses: (losses.mean(), {})
 
     while True:
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         step(
             forward_step_func=forward,
-            data_iterator=iter(()),
-            model=[model],
+            data_iterator=[iter(()) for _ in model],
+            model=model,
             num_microbatches=count,
             seq_length=seq,
             micro_batch_size=rows,
             forward_only=False,
         )
         optimizer.step()
+
+
+def _chunks(shape: Any, reduction: Any, given: Mapping[str, Any]) -> list[Any]:
+    """The rank's stages, each in its DistributedDataParallel, and the schedule's calls of them, as in Megatron-LM."""
+    distributed = _core("distributed")
+    chunks = [
+        distributed.DistributedDataParallel(shape, reduction, _model(shape, given, stage), disable_bucketing=bool(stage))
+        for stage in range(_virtual_stages(given) or 0) or [None]
+    ]
+    shape.finalize_model_grads_func = distributed.finalize_model_grads
+    if len(chunks) == 1:
+        if reduction.overlap_grad_reduce:
+            shape.no_sync_func = chunks[0].no_sync
+        return chunks
+    if reduction.overlap_grad_reduce:
+        shape.no_sync_func = [chunk.no_sync for chunk in chunks]
+        shape.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if reduction.overlap_param_gather:
+        shape.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    return chunks
+
+
+def _virtual_stages(given: Mapping[str, Any]) -> int | None:
+    """Of a rank; None without interleaving, as Megatron-LM counts them."""
+    found = int(given.get("num_virtual_stages_per_pipeline_rank", 1))
+    if "num_layers_per_virtual_pipeline_stage" in given:
+        layers = int(given["num_layers"]) // int(given["pipeline_model_parallel_size"])
+        found = layers // int(given["num_layers_per_virtual_pipeline_stage"])
+    return found if found > 1 else None
 
 
 def _core(name: str) -> Any:
@@ -120,6 +146,9 @@ def _model_config(given: Mapping[str, Any]) -> Any:
         given,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        virtual_pipeline_model_parallel_size=_virtual_stages(given),
+        overlap_p2p_comm=_virtual_stages(given) is not None,  # as Megatron-LM sets them
+        batch_p2p_comm=_virtual_stages(given) is None,
         layernorm_epsilon=float(given["norm_epsilon"]),
         add_bias_linear="disable_bias_linear" not in given,
         gated_linear_unit="swiglu" in given,
@@ -131,7 +160,8 @@ def _model_config(given: Mapping[str, Any]) -> Any:
     )
 
 
-def _model(config: Any, given: Mapping[str, Any]) -> nn.Module:
+def _model(config: Any, given: Mapping[str, Any], stage: int | None) -> nn.Module:
+    """Of one of the rank's virtual stages, or of its only one."""
     parallel = _core("parallel_state")
     model_class, specs = _core("models.gpt").GPTModel, _core("models.gpt.gpt_layer_specs")
     replace_everywhere([(_core("transformer.torch_norm").WrappedTorchNorm, Norm)])
@@ -142,8 +172,9 @@ def _model(config: Any, given: Mapping[str, Any]) -> nn.Module:
         spec,
         vocab_size=int(given["vocab_size"]) + 1,
         max_sequence_length=int(given["seq_length"]),
-        pre_process=parallel.is_pipeline_first_stage(),
-        post_process=parallel.is_pipeline_last_stage(),
+        pre_process=parallel.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        vp_stage=stage,
         share_embeddings_and_output_weights="untie_embeddings_and_output_weights" not in given,
         position_embedding_type=given["position_embedding_type"],
         rotary_base=_value(given.get("rotary_base", 10000)),
