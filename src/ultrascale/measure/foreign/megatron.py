@@ -24,10 +24,12 @@ LOCAL = (
     "megatron-core's own layers with flash attention take the place of Transformer Engine's: norms, rotary embeddings and "
     "accumulation of weight gradients are not fused with their neighbours"
 )
+NO_CONTEXT = (
+    "--context-parallel-size is {size}, which megatron-core has in Transformer Engine alone, and that needs a GPU: try 1"
+)
 _NOT_FUSED = {"tp_comm_overlap", "attention_backend", "cross_entropy_fusion_impl"}
 """fields that need Transformer Engine"""
 _REFUSED = {
-    "context_parallel_size": "1",
     "expert_model_parallel_size": "1",
     "pipeline_model_parallel_layout": None,
 }
@@ -114,6 +116,8 @@ def _settings(config: str) -> dict[str, Any]:
     """Arguments of Megatron-LM by the names of its fields."""
     found = ENGINE.parse(Path(config).read_text(encoding="utf-8"), Path(config).name)
     given = {name.removeprefix("--").replace("-", "_"): value for name, value in found.items() if name.startswith("--")}
+    if int(given.get("context_parallel_size", 1)) > 1:
+        raise CannotRehearseError(NO_CONTEXT.format(size=given["context_parallel_size"]))
     for name, works in _REFUSED.items():
         if given.get(name, works) != works:
             text = f"--{name.replace('_', '-')} is {given[name]}, which the rehearsal of megatron-core does not run: "
