@@ -17,7 +17,7 @@ from ultrascale.export import targets, write
 from ultrascale.measure.foreign.request import ENGINES, ForeignEngine, ForeignRehearsal, ForeignRequest, arguments_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import Model, MoE
 from ultrascale.specs.plan import Plan
 
 TINY = Model(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=128)
@@ -149,6 +149,26 @@ def test_megatron_with_virtual_stages(rank: int, tmp_path: Path) -> None:
     assert (sum(calls for calls, _ in sends.values()), sum(size for _, size in sends.values())) == (12, 12 * SEQ * 64 * 2)
     head = EMBEDDING if rank == 7 else 0
     assert found.flops["mm"] == 4 * 3 * 2 * SEQ * (2 * (LAYER - 2 * NORM) + head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_megatron_with_experts(dispatcher: str, tmp_path: Path) -> None:
+    """Two of eight experts on each of four ranks, and two are selected for each token; in grouped GEMMs."""
+    pytest.importorskip("megatron.core")
+    model = TINY.model_copy(update={"moe": MoE(experts=8, top_k=2, expert_ffn=32)})
+    found = rehearsed_plan(tmp_path, "megatron", model, dp=8, ep=4, zero=1, dispatcher=dispatcher)
+    rows, probability = SEQ * 2, 2
+    assert found.flops["_grouped_mm"] == 2 * 3 * 3 * 2 * rows * 64 * 32
+    attention, router = 2 * 64 * 64 + 2 * 64 * 32, 8 * 64
+    assert found.flops["mm"] == 3 * 2 * SEQ * (2 * (attention + router) + EMBEDDING)
+    sent = {(one.kind, one.where): (one.calls, one.bytes) for one in found.collectives if one.technique.startswith("ep")}
+    if dispatcher == "alltoall":  # rows and their probabilities there, and rows back
+        moved = 6, 2 * 3 * rows * (2 * 64 * 2 + probability) // 4
+        assert (sent["all_to_all", "forward"], sent["all_to_all", "backward"]) == (moved, moved)
+    else:  # the hidden states of all four ranks, summed on the way back
+        states = 2 * 3 * SEQ * 64 * 2
+        assert (sent["reduce_scatter", "forward"], sent["all_gather", "backward"]) == ((2, states), (2, states))
 
 
 @pytest.mark.slow

@@ -6,11 +6,14 @@ megatron-core alone has no pretrain_gpt.py: a few arguments are turned into its 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,7 +21,8 @@ from torch.nn import functional
 from ultrascale.export.megatron import ENGINE
 from ultrascale.measure.foreign.gpu import replace_everywhere
 from ultrascale.measure.foreign.request import NOT_COMPILED, CannotRehearseError
-from ultrascale.parallel.torch_private import FakeTensor
+from ultrascale.measure.rehearse_world import split_evenly
+from ultrascale.parallel.torch_private import FakeTensor, unset_fake_temporarily
 
 LOCAL = (
     "megatron-core's own layers with flash attention take the place of Transformer Engine's: norms, rotary embeddings and "
@@ -27,10 +31,11 @@ LOCAL = (
 NO_CONTEXT = (
     "--context-parallel-size is {size}, which megatron-core has in Transformer Engine alone, and that needs a GPU: try 1"
 )
+NO_DISPATCHER = "--moe-token-dispatcher-type is {kind}, whose kernels need a GPU: try alltoall"
 _NOT_FUSED = {"tp_comm_overlap", "attention_backend", "cross_entropy_fusion_impl"}
 """fields that need Transformer Engine"""
 _REFUSED = {
-    "expert_model_parallel_size": "1",
+    "moe_expert_capacity_factor": None,
     "pipeline_model_parallel_layout": None,
 }
 """with the value that works, or None where there is none"""
@@ -47,7 +52,14 @@ def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> N
     torch.distributed.init_process_group()
     pp = int(given["pipeline_model_parallel_size"])
     virtual = _virtual_stages(given)
-    parallel.initialize_model_parallel(int(given["tensor_model_parallel_size"]), pp, virtual)
+    tp = int(given["tensor_model_parallel_size"])
+    parallel.initialize_model_parallel(
+        tp,
+        pp,
+        virtual,
+        expert_model_parallel_size=int(given.get("expert_model_parallel_size", 1)),
+        expert_tensor_parallel_size=int(given.get("expert_tensor_parallel_size", tp)),
+    )
     shape, reduction = _model_config(given), _of_class(_core("distributed").DistributedDataParallelConfig, given)
     reduction.grad_reduce_in_fp32 = "accumulate_allreduce_grads_in_fp32" in given
     model = _chunks(shape, reduction, given)
@@ -122,8 +134,8 @@ def _settings(config: str) -> dict[str, Any]:
         if given.get(name, works) != works:
             text = f"--{name.replace('_', '-')} is {given[name]}, which the rehearsal of megatron-core does not run: "
             raise CannotRehearseError(text + ("leave it out" if works is None else f"try {works}"))
-    if "num_experts" in given:
-        raise CannotRehearseError(f"--num-experts is {given['num_experts']}, but experts are not rehearsed: try a dense model")
+    if given.get("moe_token_dispatcher_type", "alltoall") not in ("alltoall", "allgather"):
+        raise CannotRehearseError(NO_DISPATCHER.format(kind=given["moe_token_dispatcher_type"]))
     return given
 
 
@@ -144,7 +156,9 @@ def _value(text: Any) -> Any:
 
 def _model_config(given: Mapping[str, Any]) -> Any:
     dtype = torch.bfloat16 if "bf16" in given else torch.float32
-    modules = {"recompute_modules": given["recompute_modules"].split()} if "recompute_modules" in given else {}
+    more: dict[str, Any] = {"recompute_modules": given["recompute_modules"].split()} if "recompute_modules" in given else {}
+    if "num_experts" in given:
+        more |= {"num_moe_experts": int(given["num_experts"]), "moe_layer_freq": _expert_layers(given)}
     return _of_class(
         _core("transformer.transformer_config").TransformerConfig,
         given,
@@ -160,8 +174,15 @@ def _model_config(given: Mapping[str, Any]) -> Any:
         bias_activation_fusion=True,
         gradient_accumulation_fusion=False,
         perform_initialization=False,
-        **modules,
+        **more,
     )
+
+
+def _expert_layers(given: Mapping[str, Any]) -> int | list[int]:
+    """1 for each layer with experts: `([0]*1+[1]*3)`, or a number, of which one layer has them."""
+    text = str(given.get("moe_layer_freq", 1))
+    parts = re.findall(r"\[([01])\]\*(\d+)", text)
+    return [int(kind) for kind, count in parts for _ in range(int(count))] if parts else int(text)
 
 
 def _model(config: Any, given: Mapping[str, Any], stage: int | None) -> nn.Module:
@@ -169,8 +190,15 @@ def _model(config: Any, given: Mapping[str, Any], stage: int | None) -> nn.Modul
     parallel = _core("parallel_state")
     model_class, specs = _core("models.gpt").GPTModel, _core("models.gpt.gpt_layer_specs")
     replace_everywhere([(_core("transformer.torch_norm").WrappedTorchNorm, Norm)])
-    spec = specs.get_gpt_layer_local_spec(normalization=given["normalization"])
-    spec.submodules.self_attention.submodules.core_attention = FlashAttention
+    if config.num_moe_experts is None:
+        spec = specs.get_gpt_layer_local_spec(normalization=given["normalization"])
+        layers = [spec]
+    else:
+        _experts_without_values(config)
+        spec = specs.get_gpt_decoder_block_spec(config, False, given["normalization"], vp_stage=stage)
+        spec.layer_norm, layers = Norm, spec.layer_specs
+    for layer in layers:
+        layer.submodules.self_attention.submodules.core_attention = FlashAttention
     model: nn.Module = model_class(
         config,
         spec,
@@ -184,6 +212,59 @@ def _model(config: Any, given: Mapping[str, Any], stage: int | None) -> nn.Modul
         rotary_base=_value(given.get("rotary_base", 10000)),
     )
     return _core("transformer.module").Float16Module(config, model) if config.bf16 else model
+
+
+def _experts_without_values(config: Any) -> None:
+    """Tokens are spread evenly over experts, which run in torch's grouped GEMMs."""
+    dispatchers, grouped = _core("transformer.moe.token_dispatcher"), _core("transformer.moe.grouped_gemm_util")
+
+    def masked_select(values: Tensor, mask: Tensor) -> Tensor:
+        """Of a map from tokens to experts."""
+        rows = mask.numel() * config.moe_router_topk // config.num_moe_experts
+        return _Selected.apply(values, mask, rows)  # type: ignore[no-untyped-call,no-any-return]
+
+    sort_chunks = _core("transformer.moe.moe_utils").sort_chunks_by_idxs
+
+    def as_they_are(rows: Tensor, sizes: Any, order: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sort_chunks(rows, sizes, np.arange(len(order)), *args, **kwargs)
+
+    def counts(self: Any, point: str, per_expert: Tensor | None = None) -> Tensor | None:
+        """Rows of each rank and expert, where the dispatcher reads them."""
+        if point != self.cuda_dtoh_point:
+            return per_expert
+        rows, ranks, local = int(self.num_out_tokens), self.ep_size * self.tp_size, self.num_local_experts
+        whole = np.array(split_evenly(rows * self.tp_size, ranks * local)).reshape(ranks, local)
+        if ranks > 1:
+            self.input_splits = self.output_splits = np.array(split_evenly(rows, self.ep_size))
+            self.output_splits_tp = np.full(self.tp_size, rows)
+        if local > 1:
+            self.num_global_tokens_per_local_expert = whole
+        with unset_fake_temporarily():
+            return torch.tensor(whole.sum(0))
+
+    def gmm(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: bool = False) -> Tensor:
+        weights = weights.transpose(1, 2) if trans_b else weights
+        return functional.grouped_mm(rows, weights, offs=torch.zeros(len(counts), dtype=torch.int32))
+
+    replace_everywhere([(sort_chunks, as_they_are)])
+    Tensor.masked_select = masked_select  # type: ignore[assignment,method-assign]
+    dispatchers.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts
+    _core("transformer.moe.moe_utils").te_general_gemm = None  # 0.16 reads it without Transformer Engine too
+    grouped.grouped_gemm, grouped.ops = torch, SimpleNamespace(gmm=gmm)
+
+
+class _Selected(torch.autograd.Function):
+    """masked_select, where the number of chosen elements is known."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(mask)
+        return values.new_empty(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (mask,) = ctx.saved_tensors
+        return torch.zeros_like(mask, dtype=grads[0].dtype), None, None
 
 
 class Norm:

@@ -28,6 +28,10 @@ GROUPS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
     "DATA_PARALLEL_GROUP_WITH_CP": "dp",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ep and tp",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "expert tp",
+    "EXPERT_DATA_PARALLEL_GROUP": "expert dp",
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer",
 }
 """what torch and megatron-core call groups"""
