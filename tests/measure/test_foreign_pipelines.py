@@ -107,8 +107,8 @@ def test_the_last_stage_by_hand(tmp_path: Path) -> None:
     assert found.flops == {"addmm": 6 * matmuls, "mm": 2 * 6 * matmuls}
 
 
-STAGES = [  # of the debug model's six layers: on each rank one stage of eight micro-batches, or two
-    ("1F1B", 4, 0, {("send_recv", "forward"): 8}, 2),
+STAGES = [  # of the debug model's six layers, in four stages of one, two, two and one: on each rank one stage or two
+    ("1F1B", 4, 0, {("send_recv", "forward"): 8}, 1),
     ("1F1B", 4, 2, {("send_recv", "forward"): 8, ("send_recv", "after backward"): 8}, 2),
     ("Interleaved1F1B", 2, 7, {("send_recv", "forward"): 8, ("send_recv", "after backward"): 16}, 3),
 ]
