@@ -311,7 +311,7 @@ def _network(job: Job, layout: Layout, predicted: Estimate) -> Iterator[str]:
     there = estimate(job.with_network_gb_s(usual), layout)
     yield (
         f"the network carries {rate:g} GB/s per GPU: at the usual {usual:g} this layout would take "
-        f"{seconds(there.step_time_s)} per step ({there.step_time_s / predicted.step_time_s - 1:+.0%})"
+        f"{seconds(there.step_time_s)} per step ({there.step_time_s / predicted.step_time_s - 1:+.1%})"
     )
 
 
@@ -336,4 +336,6 @@ def _costs(other: Neighbour) -> str:
         return f"does not fit ({other.peak_gib:,.1f} GiB)"
     if other.verdict.startswith("same"):
         return "changes nothing in time, " + other.verdict.split(", ")[-1]
+    if "times the time" in other.verdict:
+        return "takes " + other.verdict
     return ("costs " if other.verdict.startswith("+") else "gives ") + other.verdict
