@@ -264,6 +264,7 @@ def test_quickstart_plans_trains_and_compares(run: Run, tmp_path: Path) -> None:
     if not has_gpu():
         assert "MFU" not in out
         assert "80 % interval" not in out
+        assert "Measured again after training, this machine is" in out
     assert Plan.load(tmp_path / "plan.yaml").job.model.name == "mini"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -36,7 +36,7 @@ def quickstart(
     seconds: Annotated[int, typer.Option("--seconds", help="Approximate training time.", min=1, max=3600)] = 45,
 ) -> None:
     """Detect this machine, plan a small model, train it on real text, and print predicted beside measured."""
-    from ultrascale.launch import launcher
+    from ultrascale.launch import launcher, machine
     from ultrascale.plan.search import plan as search
     from ultrascale.show import compare as show
     from ultrascale.show import plan as show_plan
@@ -65,6 +65,11 @@ def quickstart(
     run = launcher.train(request, folder, world, job.cluster)
     assert run is not None  # None only on other ranks of torchrun
     show.show_measured(console, run)
+    if job.cluster.efficiency.synchronous:  # a CPU's rates are measured, and change with what else it does
+        with progress() as say:
+            say("measuring this machine again")
+            now = machine.detect(job.cluster.gpus_per_node, again=True)
+        show.show_drift(console, best.job, best.layout, now.resized(world), run.measured.step_time_s)
     console.print(
         f"The plan is in {output}, the run in {folder}. Next: ultrascale verify {output}, ultrascale explain {output}"
     )

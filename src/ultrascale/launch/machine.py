@@ -55,14 +55,14 @@ _QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def detect(nproc: int, timeout_s: float = 240.0) -> Cluster:
+def detect(nproc: int, timeout_s: float = 240.0, again: bool = False) -> Cluster:
     """This machine with one process per GPU, or with `nproc` processes on its CPU; SpecError for a GPU of unknown kind.
 
-    `timeout_s`: limit of a CPU's measurement.
+    `timeout_s`: limit of a CPU's measurement; `again`: measure it even if it was before.
     """
     names = gpu_names()
     if not names:
-        if nproc not in _measured:
+        if again or nproc not in _measured:
             _measured[nproc] = cpu_cluster(nproc, *measure_cpu(nproc, timeout_s), memory_bytes())
         return _measured[nproc]
     if nproc > len(names):

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ultrascale.cost.estimate import estimate
 from ultrascale.measure.compare import ComparedTerm, Comparison, terms
 from ultrascale.show.lines import attributes, bullets, labelled, notes, table
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import byte_size, seconds
 
 if TYPE_CHECKING:
     from ultrascale.launch.launcher import Run
 
+STEADY = 0.05  # a change of step time that another measurement of the same machine may show
 UNITS: dict[str, Callable[[float], str]] = {"s": seconds, "B": byte_size, "%": "{:.1%}".format, "": "{:,.0f}".format}
 
 
@@ -82,6 +87,17 @@ def show_measured(console: Console, run: Run) -> None:
     compared = terms(run.predicted, run.measured)
     show_terms(console, "predicted and measured, one step", ("predicted", "measured"), compared)
     notes(console, run.measured.notes)
+
+
+def show_drift(console: Console, job: Job, layout: Layout, now: Cluster, measured_s: float) -> None:
+    """How the machine has changed since it was measured for the prediction, which is no error of the model."""
+    then_s, now_s = (estimate(one, layout).step_time_s for one in (job, job.changed(cluster=now)))
+    change = now_s / then_s - 1
+    words = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than" if abs(change) >= STEADY else "about as fast as"
+    console.print(
+        f"Measured again after training, this machine is {words} before: the prediction would now be {seconds(now_s)} "
+        f"({now_s / measured_s - 1:+.0%})."
+    )
 
 
 def run_json(run: Run) -> dict[str, Any]:
