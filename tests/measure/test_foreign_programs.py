@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -28,12 +29,17 @@ FORK = multiprocessing.get_context("fork")
 
 
 def in_processes(*targets: Callable[[], None], code: int = 0) -> None:
-    """Each in a fork of this process: a rehearsal replaces functions of torch."""
-    processes = [FORK.Process(target=target) for target in targets]
+    """Each in a fork of this process: a rehearsal replaces functions of torch, and counts the modules that it finds."""
+
+    def without_objects_of_the_parent(target: Callable[[], None]) -> None:
+        gc.freeze()
+        target()
+
+    processes = [FORK.Process(target=without_objects_of_the_parent, args=(target,)) for target in targets]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
         assert process.exitcode == code
 
 

@@ -262,7 +262,7 @@ def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
     # Forward reads the logits twice (maximum and sum, then the label's); backward reads them and writes their gradient.
-    fp32 = job.framework.loss == "fp32"
+    fp32 = job.framework.loss in ("fp32", "fp32-softmax")
     # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
     forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)

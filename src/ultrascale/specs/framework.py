@@ -48,6 +48,7 @@ class Framework(BaseModel):
         "in-place",
         "cast",
         "fp32",
+        "fp32-softmax",
         "log-softmax",
         "dtensor",
         "compiled",
@@ -59,6 +60,7 @@ class Framework(BaseModel):
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
         "softmax, then gradient (Megatron's unfused); cast: the same beside the logits in the compute format, until they are "
         "cast (Megatron's fusion without Transformer Engine); fp32: each is written out and kept; "
+        "fp32-softmax: the same three at once, of which the softmax is kept and becomes the gradient (nanotron); "
         "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
         "dtensor: the same, but over a cut vocabulary four fp32 copies in backward (torchtitan until 0.2, not compiled); "
         "compiled: fused, but over a cut vocabulary logits, their fp32 copy and its softmax (the same, compiled); "

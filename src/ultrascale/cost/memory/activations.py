@@ -249,6 +249,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "in-place": (FP32, 2.0 * FP32, 2.0 * FP32),
         # Logits that are fp32 already are not cast, and of them only the log-softmax is kept.
         "fp32": (b + 2.0 * FP32, b + 3.0 * FP32, cast) if b < FP32 else (1.0 * FP32, 3.0 * FP32, cast),
+        "fp32-softmax": (FP32, 3.0 * FP32, 3.0 * FP32),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS, b / CHUNKS),
         "cast": (FP32, FP32 + b, FP32 + b),
     }
