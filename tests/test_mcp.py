@@ -65,7 +65,7 @@ def test_an_agent_plans_explains_and_rehearses(tmp_path: Path, monkeypatch: pyte
 
 def test_schemas_say_what_the_verbs_take() -> None:
     plan = mcp_server.tools()["plan"].schema
-    assert plan["required"] == ["model", "cluster"]
+    assert plan["required"] == ["model"]
     assert plan["properties"]["batch_tokens"]["description"].startswith("Tokens in one optimizer step: 4M is 4 x 2^20")
     assert plan["properties"]["top"] == {
         "default": 10,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ultrascale.cost.estimate import estimate
     from ultrascale.launch.launcher import Run, Trainer
-    from ultrascale.plan import Result, plan
+    from ultrascale.plan import Result, fewest_gpus, plan
     from ultrascale.specs.cluster import Cluster
     from ultrascale.specs.errors import RunError, SpecError
     from ultrascale.specs.estimate import Estimate
@@ -49,6 +49,7 @@ _HOME = {
     "Run": "ultrascale.launch.launcher",
     "estimate": "ultrascale.cost.estimate",
     "Result": "ultrascale.plan",
+    "fewest_gpus": "ultrascale.plan.gpu_counts",
 }
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Training",
     "__version__",
     "estimate",
+    "fewest_gpus",
     "plan",
 ]
 

@@ -135,7 +135,7 @@ def select(only: str | None, known: Sequence[str], noun: str) -> list[str]:
 
 def job_from_options(
     model: str,
-    cluster: str,
+    cluster: str | Cluster,
     batch_tokens: str,
     seq: str | None,
     precision: str | None = None,
@@ -156,7 +156,7 @@ def job_from_options(
     from ultrascale.specs.model import Model
     from ultrascale.specs.validate import build
 
-    known, place = Model.load(model), cluster_named(cluster)
+    known, place = Model.load(model), cluster_named(cluster) if isinstance(cluster, str) else cluster
     engine = Framework.own(place.gpu.name) if framework == "ultrascale" else Framework.load(framework)
     return build(
         Job,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,11 +26,13 @@ ModelArgument = Annotated[
     str, typer.Argument(help="A preset ([cyan]llama-3-70b[/]), a model file, or a Hugging Face [cyan]config.json[/].")
 ]
 ClusterOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--cluster",
         "-c",
-        help="[cyan]64xh100[/], [cyan]'8x8 h100'[/] (nodes x GPUs), a cluster file, or [cyan]here[/]: this machine.",
+        help="[cyan]64xh100[/], [cyan]'8x8 h100'[/] (nodes x GPUs), a cluster file, or [cyan]here[/]: this machine. "
+        "With --by or --budget a GPU kind: [cyan]h100[/].",
+        show_default=False,
     ),
 ]
 
@@ -38,7 +40,7 @@ ClusterOption = Annotated[
 @app.command(rich_help_panel=PLAN)
 def plan(
     model: ModelArgument,
-    cluster: ClusterOption,
+    cluster: ClusterOption = None,
     batch_tokens: Annotated[
         str,
         typer.Option(
@@ -89,8 +91,30 @@ def plan(
     ] = 0.9,
     min_free: Annotated[str, typer.Option("--min-free", help="Memory to leave free on every GPU: [cyan]4GiB[/].")] = "0GiB",
     total_tokens: Annotated[
-        str | None, typer.Option("--total-tokens", help="Tokens of the whole training, for days and cost: [cyan]15T[/].")
+        str | None,
+        typer.Option("--total-tokens", "--tokens", help="Tokens of the whole training, for days and cost: [cyan]15T[/]."),
     ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option("--by", help="Find the fewest GPUs that train the tokens in this time: [cyan]30d[/], [cyan]12h[/]."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Find the fewest GPUs that train the tokens for this money: [cyan]2M$[/], [cyan]5e5[/]."),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare", help="GPU kinds beside the cluster's: [cyan]h200,b200[/]; with --by or --budget the fewest of each."
+        ),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option("--price", help="US dollars for an hour of one GPU: [cyan]h100=2.5[/] or [cyan]h100=2.5,b200=4[/]."),
+    ] = None,
+    pue: Annotated[
+        float, typer.Option("--pue", help="Power of the data centre over that of its computers, for the energy.")
+    ] = 1.2,
     expert_imbalance: Annotated[
         float | None,
         typer.Option(
@@ -118,28 +142,66 @@ def plan(
     """Find the best layouts for a model on a cluster: memory, time and reasons, in seconds, without a GPU.
 
     [dim]ultrascale plan llama-3-70b --cluster 64xh100 --batch-tokens 4M --seq 8192 -o plan.yaml[/]
+
+    [dim]ultrascale plan llama-3-8b --tokens 15T --by 30d --compare h100,h200,b200[/]
     """
+    from ultrascale.cli import gpu_counts
+    from ultrascale.plan.gpu_counts import check_pue
     from ultrascale.plan.search import plan as search
     from ultrascale.show import plan as show
     from ultrascale.specs import units
 
-    job = job_from_options(
-        model, cluster, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
-    )
-    if expert_imbalance is not None:
-        job = job.with_expert_imbalance(expert_imbalance)
-    if network_gb_s is not None:
-        job = job.with_network_gb_s(network_gb_s)
+    check_pue(pue)
+    clusters = gpu_counts.clusters(cluster, compare, price or (), by is not None or budget is not None)
+    jobs = []
+    for place in clusters:
+        one = job_from_options(
+            model, place, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
+        )
+        one = one if expert_imbalance is None else one.with_expert_imbalance(expert_imbalance)
+        jobs.append(one if network_gb_s is None else one.with_network_gb_s(network_gb_s))
+    limits: dict[str, Any] = {
+        "fix": fix or (),
+        "forbid": forbid or (),
+        "min_fit": min_fit,
+        "min_free_gib": units.memory_gib(min_free, "--min-free"),
+    }
+    if by is not None or budget is not None or compare is not None:
+        if objective != "throughput":
+            words = f"--objective is '{objective:.40}' but --by, --budget and --compare are about the fastest layouts"
+            raise SpecError(f"{words}: try --objective throughput")
+        if by is None and budget is None:
+            gpu_counts.finish(gpu_counts.compare_kinds(jobs, pue, limits, as_json), output, as_json)
+            return
+        command = gpu_counts.same_job(
+            model,
+            {
+                "--batch-tokens": (batch_tokens, "4M"),
+                "--seq": (seq, None),
+                "--precision": (precision, None),
+                "--gradients": (gradients, "fp32"),
+                "--optimizer": (optimizer, "adamw"),
+                "--attention": (attention, "flash"),
+                "--framework": (framework, "ultrascale"),
+                "--min-fit": (min_fit, 0.9),
+                "--min-free": (min_free, "0GiB"),
+                "--expert-imbalance": (expert_imbalance, None),
+                "--network-gb-s": (network_gb_s, None),
+                "--fix": (",".join(fix or ()), ""),
+                "--forbid": (",".join(forbid or ()), ""),
+                "--tokens": (total_tokens, None),
+            },
+        )
+        gpu_counts.finish(gpu_counts.fewest_gpus(jobs, by, budget, pue, limits, command, as_json), output, as_json)
+        return
+    (job,) = jobs
     with progress() as say:
         result = search(
             job,
             top=top,
             objective=objective,  # type: ignore[arg-type]  # checked there, with a sentence
-            fix=fix or (),
-            forbid=forbid or (),
-            min_fit=min_fit,
-            min_free_gib=units.memory_gib(min_free, "--min-free"),
             progress=say,
+            **limits,
         )
     if output is not None and result.plans:
         result.plans[0].save(output)

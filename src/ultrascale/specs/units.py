@@ -40,6 +40,28 @@ def memory_gib(text: str, field: str) -> float:
     return float(match[1]) / (2**10 if match[2] == "mib" else 1)
 
 
+_MONEY = ((1e9, "B$"), (1e6, "M$"), (1e3, "k$"))
+_HOURS = {"h": 1, "d": 24, "w": 168}
+
+
+def duration_days(text: str, field: str) -> float:
+    """`30d`, `12h`, `2w` or `1.5d` in days."""
+    match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([hdw])\s*", text.lower()) if len(text) <= _LONGEST else None
+    if match is None or float(match[1]) == 0:
+        raise SpecError(f"{field} is {shown(text)} but must be hours, days or weeks above zero: try 12h, 30d or 2w")
+    return float(match[1]) * _HOURS[match[2]] / 24
+
+
+def usd(text: str, field: str, example: str = "2M$, 500k$ or 2e6") -> float:
+    """`2M$`, `$500k`, `2e6` or `2,000,000` in US dollars."""
+    words = text.strip().removeprefix("$").removesuffix("$") if len(text) <= _LONGEST else ""
+    match = _NUMBER.match(words) if words.count("$") == 0 else None
+    value = _fraction(match[1]) * _DECIMAL.get(match[2].lower(), 0) if match else Fraction(0)
+    if not 0 < value <= 10**15:
+        raise SpecError(f"{field} is {shown(text)} but must be US dollars above zero: try {example}")
+    return float(value)
+
+
 def _parse(text: str | int, field: str, suffixes: dict[str, int], example: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         value = Fraction(text)
@@ -89,6 +111,12 @@ def count(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.3g} {unit}" if value / limit < 1000 else f"{value / limit:,.0f} {unit}"
     return f"{value:g}"
+
+
+def money(value: float) -> str:
+    """`1.06 M$`, `850 k$`, `12.5 $`: for reading."""
+    limit, unit = next((pair for pair in _MONEY if value >= 0.9995 * pair[0]), (1.0, "$"))
+    return f"{value / limit:.3g} {unit}" if value < 999.5 * limit else f"{value / limit:,.0f} {unit}"
 
 
 def groups_up_to(limit: float, items: Iterable[T], size: Callable[[T], float]) -> list[list[T]]:
