@@ -424,7 +424,7 @@ def test_unwritable_outputs(run: Run, tmp_path: Path, output: str) -> None:
     [
         (["pln"], "Did you mean 'plan'"),
         (["plan", "gpt2", "--clustr", "8xh100"], "--cluster"),
-        (["plan", "gpt2"], "Missing option '--cluster'"),
+        (["plan", "gpt2"], "--cluster is missing"),
         (["plan", "gpt2", "-c", "8xh100", "-b", "1M", "-s", "1k", "--top", "many"], "Invalid value for '--top'"),
         (["explain"], "Missing argument"),
         (["presets", "a", "b"], "unexpected extra argument"),

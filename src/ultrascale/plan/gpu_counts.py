@@ -302,9 +302,7 @@ def check(job: Job, by_days: float | None, budget_usd: float | None, pue: float)
         )
     if budget_usd is not None and not job.cluster.price_per_gpu_hour_usd:
         kind = job.cluster.gpu.name
-        raise SpecError(
-            f"--budget needs the price of an hour of one {kind} in US dollars: try --price {kind}=2.5 with your own"
-        )
+        raise SpecError(f"--budget needs your price of a GPU hour in US dollars: try --price {kind}=2.5")
     check_pue(pue)
 
 
@@ -388,8 +386,8 @@ def _problem(counts: _Counts, limits: _Limits) -> str:
     if limits.by_days is not None and not any(limits.in_time(one) for one in costs):
         possible = fastest.plan.estimate.tokens_per_s * limits.by_days * 86400
         return (
-            f"no number of {kind} up to {counts.most_gpus:,} trains {tokens} tokens in {limits.by_days:,.4g} days with "
-            f"this batch: the fastest, {fastest.gpus:,}, take {fastest.days.value:,.1f} days; try --by "
+            f"no number of {kind} up to {counts.most_gpus:,} trains {tokens} tokens in {_days(limits.by_days)} with "
+            f"this batch: the fastest, {fastest.gpus:,}, take {_days(fastest.days.value)}; try --by "
             f"{_days_up(fastest.days.value)}, --tokens {_tokens_down(possible)} or a larger --batch-tokens"
         )
     budget, prices = limits.budget_usd or 0.0, {one.gpus: one.price_usd.value for one in costs if one.price_usd is not None}
@@ -409,6 +407,11 @@ def _problem(counts: _Counts, limits: _Limits) -> str:
         f"{tokens} tokens cost at least {money(least)} on {kind}, with {cheapest.gpus:,} GPUs, which is more than the budget "
         f"of {money(budget)}: try --budget {_money_up(least)} or --tokens {_tokens_down(possible)}"
     )
+
+
+def _days(days: float) -> str:
+    """`30 days`, `1 day`, `5.75 days`."""
+    return f"{days:,.3g} day" + ("" if days == 1 else "s")
 
 
 def _days_up(days: float) -> str:

@@ -54,8 +54,8 @@ def duration_days(text: str, field: str) -> float:
 
 def usd(text: str, field: str, example: str = "2M$, 500k$ or 2e6") -> float:
     """`2M$`, `$500k`, `2e6` or `2,000,000` in US dollars."""
-    words = text.strip().removeprefix("$").removesuffix("$") if len(text) <= _LONGEST else ""
-    match = _NUMBER.match(words) if words.count("$") == 0 else None
+    words = text.strip().removeprefix("$").removesuffix("$") if len(text) <= _LONGEST and text.count("$") < 2 else ""
+    match = _NUMBER.match(words)
     value = _fraction(match[1]) * _DECIMAL.get(match[2].lower(), 0) if match else Fraction(0)
     if not 0 < value <= 10**15:
         raise SpecError(f"{field} is {shown(text)} but must be US dollars above zero: try {example}")
