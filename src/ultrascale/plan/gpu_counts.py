@@ -131,7 +131,7 @@ class _Counts:
 
     def at(self, gpus: int) -> TrainingCost | None:
         if gpus not in self.planned:
-            self.say(f"planning {gpus:,} × {self.job.cluster.gpu.name} (after {len(self.planned)} other numbers)")
+            self.say(f"planning {gpus:,} × {self.job.cluster.gpu.name} ({len(self.planned)} numbers planned before)")
             self.planned[gpus] = self._plan(gpus)
         return self.planned[gpus]
 
@@ -362,7 +362,7 @@ def _notes(counts: _Counts, limits: _Limits, fewest: TrainingCost) -> list[str]:
     notes += [*more, *advice.batch_notes(job, fewest.plan.layout)]
     failing = [one for one in counts.costs if one.gpus > fewest.gpus and not limits.in_time(one)]
     if failing and limits.by_days is not None:
-        shown = ", ".join(f"{one.gpus:,} ({one.days.value:,.1f} days)" for one in failing[:3])
+        shown = ", ".join(f"{one.gpus:,} ({_days(one.days.value)})" for one in failing[:3])
         notes.append(f"more GPUs are not always faster, since the batch must be cut evenly: too slow are {shown}")
     least = limits.least(counts.costs)
     below = [one for one in counts.allowed if least <= one < fewest.gpus]
@@ -411,7 +411,7 @@ def _problem(counts: _Counts, limits: _Limits) -> str:
 
 def _days(days: float) -> str:
     """`30 days`, `1 day`, `5.75 days`."""
-    return f"{days:,.3g} day" + ("" if days == 1 else "s")
+    return (f"{days:,.0f}" if days >= 100 else f"{days:.3g}") + (" day" if days == 1 else " days")
 
 
 def _days_up(days: float) -> str:
