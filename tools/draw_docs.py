@@ -111,8 +111,8 @@ def context_variants() -> str:
     bars, job = [], make_job("llama-3-8b", "8xh100", 131072, 8)
     for variant in ("allgather", "ring", "zigzag", "ulysses"):
         found = estimate(job, Layout(cp=8, zero=1, gas=8, context_parallel=variant, recompute="full"))
-        under = f"{found.memory[0].memory.buffers / GIB:.2f} GiB of buffers"
-        bars.append(Bar(variant, time_parts(found, separate_attention=True), f"{found.step_time_s:,.1f} s", under))
+        parts, under = time_parts(found, separate_attention=True), f"{found.peak_gib:.1f} GiB per GPU"
+        bars.append(Bar(variant, parts, f"{found.step_time_s:,.1f} s", under))
     title = "Llama-3-8B on 8 H100, cp 8, sequences of 131,072, full recomputation: a step by cause"
     return stacked(title, bars, TIME_COLOURS, "s")
 
