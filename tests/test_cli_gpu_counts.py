@@ -98,6 +98,7 @@ def test_a_cluster_file_keeps_its_numbers(run: Run, tmp_path: Path) -> None:
     assert f"with nodes: {cluster.nodes} and gpus_per_node: {cluster.gpus_per_node} in the cluster file" in out
 
 
+@pytest.mark.slow
 def test_no_answer_is_an_exit_code_and_writes_nothing(run: Run, tmp_path: Path) -> None:
     words = ["--budget", "1$", "--price", "h100=2", "--fix", "dp=8", "-o", tmp_path / "plan.yaml"]
     code, out, _ = run("plan", *JOB, *words)

@@ -159,6 +159,7 @@ def test_deadline_and_budget_must_both_hold() -> None:
     assert again.problem is None
 
 
+@pytest.mark.slow
 def test_a_deadline_that_no_number_meets_has_values_that_work() -> None:
     job = job_on()
     found = fewest_gpus(job, by_days=1, most_gpus=64)
@@ -173,6 +174,7 @@ def test_a_deadline_that_no_number_meets_has_values_that_work() -> None:
     assert fewest_gpus(fewer, by_days=1, most_gpus=64).fewest is not None
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_number_meets_has_values_that_work() -> None:
     job = job_on(price=2.0)
     found = fewest_gpus(job, budget_usd=1000, most_gpus=32)
