@@ -88,8 +88,20 @@ def test_a_comparison_without_tokens_has_no_days(run: Run) -> None:
     assert "MWh" not in out
 
 
+def test_the_printed_command_names_the_network(run: Run, tmp_path: Path) -> None:
+    first, again = tmp_path / "plan.yaml", tmp_path / "again.yaml"
+    code, out, _ = run("plan", *JOB, "--by", "1w", "--network-gb-s", 12.5, "-o", first)
+    assert code == 0
+    (command,) = [line for line in out.splitlines() if line.startswith("ultrascale plan ")]
+    assert "--network-gb-s 12.5" in command
+    assert run(*shlex.split(command)[1:], "-o", again)[0] == 0
+    assert Plan.load(again).job.cluster.network_gb_s == 12.5
+    assert again.read_text() == first.read_text()
+
+
 def test_a_cluster_file_keeps_its_numbers(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text("gpu: h100\nnodes: 1\nnetwork_gb_s: 12.5\nprice_per_gpu_hour_usd: 3\n")
+    own = "link_bandwidth_gb_s: 400\nnetwork_gb_s: 12.5\nprice_per_gpu_hour_usd: 3\n"
+    (tmp_path / "cluster.yaml").write_text(f"gpu: h100\nnodes: 1\n{own}")
     words = ["--cluster", tmp_path / "cluster.yaml", "--by", "1w", "-o", tmp_path / "plan.yaml"]
     code, out, _ = run("plan", *JOB, *words)
     assert code == 0

@@ -99,7 +99,7 @@ def same_job(model: str, options: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def cluster_words(plan: Plan) -> str | None:
-    """The options that name the plan's cluster and price; None where no words do, since it comes from a file."""
+    """The options that name the plan's cluster, network and price; None where no words do, since it comes from a file."""
     from ultrascale.specs.cluster import Cluster
 
     cluster = plan.job.cluster
@@ -108,10 +108,12 @@ def cluster_words(plan: Plan) -> str | None:
         usual = Cluster.load(words)
     except SpecError:
         return None
-    alike = ("gpu", "nodes", "gpus_per_node", "link_domain", "link_bandwidth_gb_s", "network_gb_s")
+    alike = ("gpu", "nodes", "gpus_per_node", "link_domain", "link_bandwidth_gb_s")
     if any(getattr(usual, name) != getattr(cluster, name) for name in alike) or cluster.calibrated is not None:
         return None
-    return f"--cluster {words}" + (f" --price {cluster.gpu.name}={price:g}" if price is not None else "")
+    rate = cluster.network_gb_s
+    network = f" --network-gb-s {rate:g}" if rate != usual.network_gb_s else ""
+    return f"--cluster {words}{network}" + (f" --price {cluster.gpu.name}={price:g}" if price is not None else "")
 
 
 def compare_kinds(jobs: Sequence[Job], pue: float, limits: dict[str, Any], as_json: bool) -> list[Plan | None]:

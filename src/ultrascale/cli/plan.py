@@ -186,7 +186,6 @@ def plan(
                 "--min-fit": (min_fit, 0.9),
                 "--min-free": (min_free, "0GiB"),
                 "--expert-imbalance": (expert_imbalance, None),
-                "--network-gb-s": (network_gb_s, None),
                 "--fix": (",".join(fix or ()), ""),
                 "--forbid": (",".join(forbid or ()), ""),
                 "--tokens": (total_tokens, None),
