@@ -168,6 +168,8 @@ def test_collective_calls_of_groups_over_nodes() -> None:
     job = make_job("llama-3-8b", "16xh100", 8192, Layout(tp=16))
     machine, rows = ClusterRates(job), LayoutColumns.of([Layout(tp=16), Layout(tp=8, dp=2)])
     assert host.collective_calls_s(rows, machine) == pytest.approx([1.6e-3, 0.0])
+    rack = make_job("llama-3-8b", "16xgb200", 8192, Layout(tp=16))
+    assert not host.collective_calls_s(rows, ClusterRates(rack)).any()
     degraded = make_job("llama-3-8b", with_constants(16, link_call_s=2e-4), 8192, Layout(tp=8, dp=2))
     assert host.collective_calls_s(rows, ClusterRates(degraded))[1] == pytest.approx(4 * 8 * 2e-4)
     one_node = make_job("llama-3-8b", with_constants(8, link_call_s=2e-4), 8192, Layout(tp=8))

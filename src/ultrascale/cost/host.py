@@ -135,7 +135,8 @@ def collective_calls_s(columns: LayoutColumns, machine: ClusterRates) -> Array:
     """Host time of the tensor-parallel collectives of a dense layer's forward: two sublayers are entered and left."""
     cluster, constants = machine.cluster, machine.efficiency
     inside = constants.link_call_s if cluster.nodes > 1 else 0.0
-    each = np.where(columns.tp > cluster.gpus_per_node, constants.network_call_s, inside)
+    spans = columns.tp > max(cluster.gpus_per_node, cluster.link_domain)
+    each = np.where(spans, constants.network_call_s, inside)
     return np.where(columns.tp > 1, 4 * columns.tp * each, 0.0)
 
 
