@@ -267,6 +267,8 @@ def test_random_states_are_restored(tmp_path: Path) -> None:
 
 
 def test_the_newest_checkpoints_are_kept_and_latest_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".step-000001.partial").mkdir(parents=True)  # as a killed run leaves it
+    (tmp_path / "checkpoints" / ".latest.tmp").touch()
     in_ranks(several, job_of("llama"), LAYOUTS["dp2"], TRAINING, tmp_path)
     names = [folder.name for folder in checkpoint.complete(tmp_path)]
     assert names == ["step-000003", "step-000004"]
@@ -275,8 +277,6 @@ def test_the_newest_checkpoints_are_kept_and_latest_is_named(tmp_path: Path) -> 
 
 
 def several(engine: Engine, run: Path) -> None:
-    (run / "checkpoints" / ".step-000001.partial").mkdir(parents=True, exist_ok=True)  # as a killed run leaves it
-    (run / "checkpoints" / ".latest.tmp").touch()
     manager = CheckpointManager(engine, run, Checkpointing(keep=2))
     for number in range(4):
         engine.step(number)
