@@ -174,7 +174,7 @@ def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:
     state = view.state
     lasting = zip(state.parameters.tolist(), state.master.tolist(), state.optimizer.tolist(), strict=True)
     temporary = np.asarray([peak.activations + peak.buffers for peak in at_peak])
-    beside = runtime(view.job, view.row, temporary, np.asarray([peak.waiting for peak in at_peak])).tolist()
+    beside = runtime(view.job, view.row, temporary, np.asarray([peak.in_flight_bytes for peak in at_peak])).tolist()
     return [
         {
             "parameters": parameters,

@@ -158,7 +158,7 @@ def exposed_launches(busy: Passes, launch_s: Array) -> Passes:
     return Passes(np.maximum(0.0, launch_s - busy.forward), backward)
 
 
-def beside(launch: Passes, communication: Passes) -> Passes:
+def launches_beyond_communication(launch: Passes, communication: Passes) -> Passes:
     """What is left of a layer's exposed launches when its exposed communication counts as time in which the GPU is busy."""
     backward = communication.input_grad + communication.weight_grad
     return Passes(np.maximum(0.0, launch.forward - communication.forward), np.maximum(0.0, launch.input_grad - backward))

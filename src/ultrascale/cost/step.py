@@ -211,7 +211,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
         overlapped_forward = overlapped_forward + routed.overlapped_forward_s
         overlapped_backward = overlapped_backward + routed.overlapped_backward_s
     if not machine.efficiency.synchronous and not moe:  # the host goes on while collectives run; routing waits for its counts
-        compute = replace(compute, launch=host.beside(compute.launch, tensor_passes + context_passes))
+        compute = replace(compute, launch=host.launches_beyond_communication(compute.launch, tensor_passes + context_passes))
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = NOTHING
     if job.framework.stops_early and not moe:

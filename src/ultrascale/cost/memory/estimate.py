@@ -332,7 +332,7 @@ class Peak:
     """The fullest action of a rank: bytes by owner, and what the rank is doing."""
 
     activations: float
-    waiting: float
+    in_flight_bytes: float
     """of these, what micro-batches in flight keep"""
     buffers: float
     gradients: float
