@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
+    FakeWork,
     OpType,
     PrefixStore,
     ReduceScatterOptions,
@@ -35,7 +36,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_to_all_single as functional_all_to_all
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +73,9 @@ SHARDING_PROPAGATION = ("propagate_op_sharding_non_cached", "_propagate_tensor_m
 # Ends a functional collective and returns its argument; for tensors without memory, torch allocates a copy.
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
+# An all-gather of several tensors in one call.
+all_gather_coalesced = torch.ops.c10d.allgather_into_tensor_coalesced_.default
+
 # A fake tensor without the checks of its constructor, which take as long as an operator.
 make_subclass = Tensor._make_subclass
 
@@ -81,6 +85,11 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def finished_work() -> Any:
+    """What an operator of c10d returns: nothing to wait for."""
+    return FakeWork().boxed()
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -258,6 +267,72 @@ def fsdp_copy_in(copy_in: Callable[[Sequence[Tensor], Tensor], bool]) -> None:
     collectives.foreach_reduce_scatter_copy_in = outer  # type: ignore[assignment]
 
 
+def fsdp_gather_in_place(module: nn.Module) -> None:
+    """Makes FSDP2 gather each weight of the module straight into its own memory, all of a group in one call.
+
+    FSDP2 gathers a group into one buffer, which it allocates beside the weights and copies to them. Here the weights' memory is
+    allocated where the gather begins, which waits for the kernels that used it before.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as owner
+
+    for group in (group for one in module.modules() if isinstance(one, FSDPModule) for group in _fsdp_groups(one)):
+        for parameter in group.fsdp_params:
+            parameter.gathers_in_place = True  # sharded by rows: shards in the order of ranks are the weight
+    plain = getattr(owner.foreach_all_gather, "plain", owner.foreach_all_gather)
+    plain_copy_out = getattr(owner.foreach_all_gather_copy_out, "plain", owner.foreach_all_gather_copy_out)
+
+    def gather(parameters: list[Any], process_group: dist.ProcessGroup, *others: Any) -> Any:
+        if not all(getattr(parameter, "gathers_in_place", False) for parameter in parameters):
+            return plain(parameters, process_group, *others)
+        return _gather_in_place(parameters, process_group, *others)
+
+    def copy_out(result: Any, parameters: list[Any], process_group: dist.ProcessGroup) -> None:
+        if isinstance(result.all_gather_output, Tensor):
+            plain_copy_out(result, parameters, process_group)
+            return
+        torch.get_device_module(parameters[0].device).current_stream().wait_event(result.all_gather_event)
+        if result.all_gather_work is not None:
+            result.all_gather_work.wait()
+
+    gather.plain, copy_out.plain = plain, plain_copy_out  # type: ignore[attr-defined]
+    owner.foreach_all_gather, owner.foreach_all_gather_copy_out = gather, copy_out
+
+
+@torch.no_grad()
+def _gather_in_place(
+    parameters: list[Any], group: dist.ProcessGroup, async_op: bool, _: Any, stream: Any, device: torch.device, __: Any
+) -> Any:
+    """FSDP2's foreach_all_gather, with each weight's memory in the place of an output to copy out of."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+
+    module, ranks = torch.get_device_module(device), group.size()
+    shards, wholes = [], []
+    for parameter in parameters:
+        cast = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+        own = parameter.all_gather_inputs if cast else [parameter._sharded_param_data]
+        if not parameter.all_gather_outputs:
+            dtypes = [one.dtype if cast else parameter.param_dtype or one.dtype for one in own]
+            parameter.all_gather_outputs = [
+                torch.empty(ranks * one.numel(), dtype=dtype, device=device) for one, dtype in zip(own, dtypes, strict=True)
+            ]
+        parameter.alloc_all_gather_outputs()
+        shards += [one.flatten() for one in own]
+        wholes += parameter.all_gather_outputs
+    options = AllgatherOptions()
+    options.asyncOp = True
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
+        parts = [whole.chunk(ranks)[group.rank()] for whole in wholes]
+        foreach_copy_(parts, shards)
+        if len({whole.dtype for whole in wholes}) > 1:  # fp8 and bf16
+            wholes, parts = ([one.view(torch.uint8) for one in some] for some in (wholes, parts))
+        work = group.allgather_into_tensor_coalesced(wholes, parts, options)
+        if not async_op:
+            work.wait()
+        event = stream.record_event()
+    return AllGatherResult(wholes, event, work if async_op else None, [], [], [])  # type: ignore[arg-type]
+
+
 def fsdp_gather_joined(module: nn.Module, weights: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
     """Makes FSDP2 gather these weights of one module into adjacent memory, which is allocated and freed as one.
 
@@ -291,15 +366,6 @@ def fsdp_post_backward(module: nn.Module, first: Sequence[nn.Module]) -> None:
     for group in groups:
         group.post_backward()
     _fsdp_state(module)._root_post_backward_final_callback()
-
-
-def fsdp_free_all_gather(module: nn.Module) -> None:
-    """Frees the buffer of the last all-gather, whose weights were copied out: FSDP2 keeps it until the next all-gather."""
-    context = _fsdp_state(module)._comm_ctx
-    if context.all_gather_state is not None:
-        for group in _fsdp_groups(module):
-            group._wait_all_gather_streams_on_event(context.all_gather_state.event)
-        context.all_gather_state = None
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:

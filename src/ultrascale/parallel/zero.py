@@ -58,10 +58,10 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
             groups.insert(0, embed)
         if model.head is not None:  # stays gathered: backward begins with it
             groups.append(fully_shard(model.head, reshard_after_forward=False, **options))
-            model.head.register_forward_pre_hook(lambda head, _: torch_private.fsdp_free_all_gather(head))
     fully_shard(model, reshard_after_forward=False, **options)  # a tied embedding is in the root's group
     for group, following in pairwise(groups):
         group.set_modules_to_forward_prefetch([following])
+    torch_private.fsdp_gather_in_place(model)
 
 
 def gather_joined(model: Transformer, ranks: int, compute: torch.dtype) -> None:

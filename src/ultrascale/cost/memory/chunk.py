@@ -388,13 +388,6 @@ class ChunkMemory:
         return self.unsharded(elements, np.where(in_bf16, 0.0, self.fp8_block))
 
     @cached_property
-    def last_all_gather(self) -> Array:
-        """The buffer of a forward's last all-gather, live until the forward ends; in ZeRO-1 and 2 only of a step's first."""
-        columns = self.columns
-        gathers = (columns.zero == 3) | self.single_backward | (self.first_backward & (columns.pp == 1))
-        return np.where(self.sharded & gathers, compute_bytes(self.job) * self.last_group, 0.0)
-
-    @cached_property
     def last_group(self) -> Array:
         """Elements of FSDP's last parameter group: a layer, or its experts, which are their own group where ep cuts them."""
         if self.job.model.moe is None:

@@ -455,8 +455,7 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
             not_saved = chunk.residual + summed + layer.fused - layer.total
             extra = np.where(fused, not_saved, np.where(chunk.sends_output, -chunk.residual, 0.0))
             yield activation("outputs of gate, norm and last matmul", np.where(there, wide + extra, 0.0), start, end)
-            beside = chunk.sent_gradient + chunk.last_all_gather
-            yield buffer("gradient sent to the previous stage, last all-gather", np.where(there, beside, 0.0), start, end)
+            yield buffer("gradient sent to the previous stage", np.where(there, chunk.sent_gradient, 0.0), start, end)
             continue
         sizes = {
             "expert rows, received and weighted": 2 * layer.modules["expert output"],
@@ -467,12 +466,10 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
         }
         for name, size in sizes.items():
             yield activation(name, np.where(last, size, 0.0), start, end)
-        yield buffer("last all-gather", np.where(last, chunk.last_all_gather, 0.0), start, end)
 
 
 def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
-    """Buffers of ZeRO-3 hold one layer: prefetched for backward or, where the loss peaks in forward, not yet freed."""
-    event, head, columns = ChunkEvent, chunk.share.head, chunk.columns
+    event, head = ChunkEvent, chunk.share.head
     normed = 2 * chunk.residual + chunk.norm_workspace(chunk.residual)
     yield activation("head and loss, in forward", head * chunk.head.forward, event.LOSS_FORWARD, event.LOSS)
     yield activation("head and loss", head * chunk.head.peak, event.LOSS, event.HEAD_BACKWARD)
@@ -480,15 +477,7 @@ def _loss(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     fresh = np.where(chunk.head.backward > 0, head * chunk.vocabulary_gradient, 0.0)
     yield buffer("head's fresh weight gradient", fresh, event.HEAD_BACKWARD, event.FINAL_NORM)
     yield activation("final norm's input, gradient, fp32", head * normed, event.FINAL_NORM, event.HEAD_REDUCE_SCATTER)
-    stays = (columns.zero < 3) | (columns.keep_gathered == 1)  # else that layer is freed already
-    gathered = np.where(stays & (chunk.tied_group > 0), chunk.last_all_gather, 0.0)  # freed where the head is a group
-    in_forward = head * np.where(gathered > 0, gathered, chunk.sent_gradient)
-    in_backward = head * chunk.sent_gradient
-    yield buffer("last all-gather, or gradient sent", in_forward, event.LOSS_FORWARD, event.LOSS)
-    # Over a cut vocabulary plain operators peak in forward.
-    at_loss = np.where((columns.tp > 1) & (chunk.head.backward > 0), in_forward, in_backward)
-    yield buffer("last all-gather, or gradient sent", at_loss, event.LOSS, event.HEAD_BACKWARD)
-    yield buffer("gradient sent", in_backward, event.HEAD_BACKWARD, event.BACKWARD_START)
+    yield buffer("gradient sent", head * chunk.sent_gradient, event.LOSS_FORWARD, event.BACKWARD_START)
     yield buffer("head's weight gradient", chunk.head_gradient, event.FINAL_NORM, event.BACKWARD_START)
 
 
