@@ -27,6 +27,17 @@ def test_gradients_are_copied_as_by_torch(ranks: int, dtype: torch.dtype) -> Non
     assert torch.equal(found, wanted)
 
 
+def test_shards_are_cast_as_by_torch() -> None:
+    from ultrascale.kernels import zero_triton
+
+    torch.manual_seed(0)
+    shards = [torch.randn(size, device=DEVICE) for size in (5000, 0, 7)]
+    wanted, found = (torch.zeros(3 * 5007, dtype=torch.bfloat16, device=DEVICE).split([5007, 10014])[0] for _ in range(2))
+    for whole, copy in ((wanted, torch._foreach_copy_), (found, zero_triton.copy)):
+        copy(list(whole.split([5000, 0, 7])), shards)
+    assert torch.equal(found, wanted)
+
+
 def test_other_gradients_are_left_to_torch() -> None:
     from ultrascale.kernels import zero_triton
 

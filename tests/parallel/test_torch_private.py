@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -117,6 +118,7 @@ def in_a_group(rank: int, nproc: int, store: str) -> str:
     work.wait()
     _ddp(rank)
     _fsdp(rank, nproc)
+    _gathered_in_place(nproc)
     dist.destroy_process_group()
     return name
 
@@ -164,6 +166,30 @@ def _fsdp(rank: int, nproc: int) -> None:
         gradient = parameter.sharded_param.grad.to_local()
         assert gradient.shape == (LENGTH // nproc, LENGTH)
         assert gradient.unique().tolist() == [0.5]
+
+
+def _gathered_in_place(nproc: int) -> None:
+    """Shards are cast into the weights' own memory, uneven ones too; a second gather leaves the version as it was."""
+    torch.manual_seed(0)
+    layer = nn.Linear(LENGTH, LENGTH - 1)
+    whole = [parameter.detach().clone() for parameter in layer.parameters()]
+    fully_shard(layer, mesh=init_device_mesh("cpu", (nproc,)))
+    parts = []
+
+    def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        parts.append([target.untyped_storage().data_ptr() for target in targets])
+        private.foreach_copy_(targets, sources)
+
+    private.fsdp_gather_in_place(layer, copy)
+    versions = []
+    for _ in range(2):
+        layer.unshard()  # type: ignore[operator]
+        assert all(torch.equal(found, wanted) for found, wanted in zip(layer.parameters(), whole, strict=True))
+        assert parts.pop() == [found.untyped_storage().data_ptr() for found in layer.parameters()]
+        versions.append(layer.weight._version)
+        layer.reshard()  # type: ignore[operator]
+    assert versions[0] == versions[1]
+    assert not parts
 
 
 def test_private_attributes_of_ddp_fsdp_and_gloo() -> None:

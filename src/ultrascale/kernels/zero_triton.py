@@ -1,6 +1,7 @@
-"""A Triton kernel of ZeRO: casts gradients into the input of a reduce-scatter, where each rank's rows are contiguous.
+"""A Triton kernel of ZeRO that casts: shards into an all-gather, and gradients into the input of a reduce-scatter, where each
+rank's rows are contiguous.
 
-torch's own kernel takes twice as long for bf16 gradients that are reduced in fp32 (benchmarks/gpu/README.md).
+torch's own kernels take twice as long between fp32 and bf16 (benchmarks/gpu/README.md).
 """
 
 # No postponed annotations: Triton reads them.
@@ -34,3 +35,12 @@ def chunk_cat(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         grid = triton.cdiv(size, BLOCK), ranks
         _copy_rows[grid](gradient, out[:, first:], size, out.stride(0), BLOCK=BLOCK, num_warps=WARPS)
         first += size
+
+
+def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Casts each contiguous source into its target."""
+    for target, source in zip(targets, sources, strict=True):
+        size = source.numel()
+        if size:
+            grid = triton.cdiv(size, BLOCK), 1
+            _copy_rows[grid](source, target, size, size, BLOCK=BLOCK, num_warps=WARPS)

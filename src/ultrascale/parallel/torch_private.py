@@ -267,8 +267,10 @@ def fsdp_copy_in(copy_in: Callable[[Sequence[Tensor], Tensor], bool]) -> None:
     collectives.foreach_reduce_scatter_copy_in = outer  # type: ignore[assignment]
 
 
-def fsdp_gather_in_place(module: nn.Module) -> None:
+def fsdp_gather_in_place(module: nn.Module, copy: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]) -> None:
     """Makes FSDP2 gather each weight of the module straight into its own memory, all of a group in one call.
+
+    `copy` casts shards (the second argument) into this rank's parts of the gathered weights (the first).
 
     FSDP2 gathers a group into one buffer, which it allocates beside the weights and copies to them. Here the weights' memory is
     allocated where the gather begins, which waits for the kernels that used it before.
@@ -277,12 +279,12 @@ def fsdp_gather_in_place(module: nn.Module) -> None:
 
     for group in (group for one in module.modules() if isinstance(one, FSDPModule) for group in _fsdp_groups(one)):
         for parameter in group.fsdp_params:
-            parameter.gathers_in_place = True  # sharded by rows: shards in the order of ranks are the weight
+            parameter.copy_shards = copy  # sharded by rows: shards in the order of ranks are the weight
     plain = getattr(owner.foreach_all_gather, "plain", owner.foreach_all_gather)
     plain_copy_out = getattr(owner.foreach_all_gather_copy_out, "plain", owner.foreach_all_gather_copy_out)
 
     def gather(parameters: list[Any], process_group: dist.ProcessGroup, *others: Any) -> Any:
-        if not all(getattr(parameter, "gathers_in_place", False) for parameter in parameters):
+        if not all(hasattr(parameter, "copy_shards") for parameter in parameters):
             return plain(parameters, process_group, *others)
         return _gather_in_place(parameters, process_group, *others)
 
@@ -323,7 +325,7 @@ def _gather_in_place(
     stream.wait_stream(module.current_stream())
     with module.stream(stream), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
         parts = [whole.chunk(ranks)[group.rank()] for whole in wholes]
-        foreach_copy_(parts, shards)
+        parameters[0].copy_shards(parts, shards)
         if len({whole.dtype for whole in wholes}) > 1:  # fp8 and bf16
             wholes, parts = ([one.view(torch.uint8) for one in some] for some in (wholes, parts))
         work = group.allgather_into_tensor_coalesced(wholes, parts, options)

@@ -61,7 +61,7 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
     fully_shard(model, reshard_after_forward=False, **options)  # a tied embedding is in the root's group
     for group, following in pairwise(groups):
         group.set_modules_to_forward_prefetch([following])
-    torch_private.fsdp_gather_in_place(model)
+    torch_private.fsdp_gather_in_place(model, torch_private.foreach_copy_)
 
 
 def gather_joined(model: Transformer, ranks: int, compute: torch.dtype) -> None:
@@ -77,8 +77,8 @@ def gather_joined(model: Transformer, ranks: int, compute: torch.dtype) -> None:
                     torch_private.fsdp_gather_joined(block, weights, compute)
 
 
-def copy_gradients_by_triton() -> None:
-    """On a GPU: our kernel casts gradients into the input of a reduce-scatter."""
+def cast_by_triton(model: Transformer) -> None:
+    """On a GPU: our kernel casts shards into an all-gather, and gradients into the input of a reduce-scatter."""
     from ultrascale.kernels import zero_triton
 
     def copy_in(gradients: Sequence[Tensor], out: Tensor) -> bool:
@@ -88,6 +88,7 @@ def copy_gradients_by_triton() -> None:
         return fits
 
     torch_private.fsdp_copy_in(copy_in)
+    torch_private.fsdp_gather_in_place(model, zero_triton.copy)
 
 
 def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> None:

@@ -124,7 +124,7 @@ def _chunk(
     elif own.fused and job.precision != "fp8":  # whose gathered weights are joined as they are cast
         zero.gather_joined(module, mesh.shard.size, compute)
     if sharded and own.adamw and mesh.device.type == "cuda":
-        zero.copy_gradients_by_triton()
+        zero.cast_by_triton(module)
     gradients: GradientReducer
     if sharded:
         gradients = zero.FSDPGrads(module, mesh, training.reduce_every_microbatch)
