@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ SLOW_FILES = {
     "train/test_live_bytes.py",
     "train/test_memory.py",
 }
+
+
+_CACHES = count()
+
+
+@pytest.fixture(autouse=True)
+def _no_timings_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_CACHES)}"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

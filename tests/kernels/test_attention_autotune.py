@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from parallel.harness import job_of, training_of
 from ultrascale.data.corpora import corpus
-from ultrascale.kernels import autotune, flash, optional_kernels
+from ultrascale.kernels import autotune, flash, optional_kernels, timing_cache
 from ultrascale.launch import rank
 from ultrascale.model.attention import TileAttention
 from ultrascale.model.transformer import CausalAttention, Transformer
@@ -53,6 +54,46 @@ def test_kernels_are_sorted_by_time_and_failing_ones_dropped(timed_shapes: list[
     cores = [module for module in plain.modules() if isinstance(module, CausalAttention)]
     assert len(cores) == model.layers
     assert all(core.backends == [*ORDER, SDPBackend.MATH] and core.kernel is None for core in cores)
+
+
+def test_a_shape_is_timed_once_on_a_machine(
+    timed_shapes: list[autotune.AttentionShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, other = (autotune.AttentionShape(2, length, 8, 2, 64, torch.bfloat16) for length in (128, 256))
+    first = autotune.time_attention(shape, GPU)
+    timed = len(timed_shapes)
+    again = autotune.time_attention(shape, GPU)
+    assert len(timed_shapes) == timed
+    assert str(again) == f"{first} (timed by an earlier run)"
+    assert timing_cache.load() == {
+        timing_cache.environment("cuda"): {
+            "attention of 2 × 128 tokens, 8 and 2 heads of 64, bfloat16": {CUDNN: 7.5, FLASH: 4.9}
+        }
+    }
+    autotune.time_attention(other, GPU)
+    monkeypatch.setattr(autotune, "_gpu", lambda _: "another GPU")
+    autotune.time_attention(shape, GPU)
+    assert len(timed_shapes) == 3 * timed
+
+
+@pytest.mark.usefixtures("timed_shapes")
+@pytest.mark.parametrize("content", ["", "[1, 2", '{"a": 3}', '{"a": {"b": {"c": "d"}}}', "null", "[" * 100_000])
+def test_a_broken_file_of_timings_is_as_good_as_none(content: str) -> None:
+    timing_cache.file().parent.mkdir(parents=True)
+    timing_cache.file().write_text(content)
+    shape = autotune.AttentionShape(2, 128, 8, 2, 64, torch.bfloat16)
+    assert "earlier" not in str(autotune.time_attention(shape, GPU))
+    assert "earlier" in str(autotune.time_attention(shape, GPU))
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(
+    timed_shapes: list[autotune.AttentionShape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert autotune.time_attention(autotune.AttentionShape(2, 128, 8, 2, 64, torch.bfloat16), GPU) is not None
+    assert len(timed_shapes) == 2 * len(autotune.BACKENDS)
 
 
 @pytest.mark.usefixtures("timed_shapes")

@@ -104,6 +104,7 @@ CASES: dict[str, tuple[MachineFacts, str, str, str]] = {
     "GPU unknown": (changed(NODE, gpus=(replace(GPU, name="NVIDIA L40"),)), "GPUs", "warn", "no peak of this kind"),
     "Hopper without FlashAttention": (NODE, "attention", "ok", r"pip install 'ultrascale\[flash\]'"),
     "with it": (packages(NODE, **{"flash-attn-4": "4.0.0b36"}), "attention", "ok", "FlashAttention 4.0.0b36 where a run finds"),
+    "kernels timed": (changed(NODE, timed_shapes=3), "attention", "ok", r"; 3 shapes timed before \(.*kernels.json\)$"),
     "half installed": (
         changed(
             packages(NODE, **{"flash-attn-4": "4.0.0b36"}), import_problems={"flash-attn-4": "RuntimeError: No CTK flavor"}

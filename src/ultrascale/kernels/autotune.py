@@ -1,7 +1,8 @@
 """Autotuning on a GPU: the attention kernel, and where a fused block computes its gates.
 
 Attention: torch's backends, and FlashAttention 4 if it is installed. Gates: between the GEMMs, or in their epilogues
-(kernels/gated_gemm.py). Each is timed once for the job's shape, and the fastest is used.
+(kernels/gated_gemm.py). Each is timed once for the job's shape, and the fastest is used; timings are kept on disk
+(kernels/timing_cache.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ultrascale.kernels import flash, gated_gemm
+from ultrascale.kernels import flash, gated_gemm, timing_cache
 from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, one_line
 from ultrascale.kernels.selection import why_not_fused
@@ -42,6 +43,17 @@ ROUNDS, TURN_MS = 5, 100.0  # long enough for the power limit to set the clock, 
 MAX_SLOWDOWN = 1.02
 """how much slower gates within GEMMs may be: avoided memory traffic saves power, which gives the rest of a step a higher clock
 (3b on an H200: 8.55 ms either way, and a step 1 % faster)"""
+
+
+RECALLED = " (timed by an earlier run)"
+
+
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else device.type
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class TimedGraph:
@@ -88,6 +100,10 @@ class AttentionShape(NamedTuple):
     head_dim: int
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        heads = f"{self.heads} and {self.kv_heads} heads of {self.head_dim}"
+        return f"attention of {self.batch} × {self.length} tokens, {heads}, {_name(self.dtype)}"
+
 
 @dataclass(frozen=True)
 class AttentionTimes:
@@ -96,10 +112,13 @@ class AttentionTimes:
     times_ms: dict[str, float]
     failed: str = ""
     """the error of FlashAttention 4 if it is installed but does not run here"""
+    recalled: bool = False
+    """timed by an earlier run"""
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in self.times_ms.items())
-        return f"attention: {times}" + (f"; {FLASH_4} does not run here: {self.failed}" if self.failed else "")
+        failed = f"; {FLASH_4} does not run here: {self.failed}" if self.failed else ""
+        return f"attention: {times}{failed}{RECALLED * self.recalled}"
 
     def apply(self, models: Iterable[nn.Module]) -> None:
         """Sets the order of torch's backends: the next is used for a shape that the first rejects, the math one last."""
@@ -126,7 +145,10 @@ def fastest_attention(job: Job, layout: Layout, dtype: torch.dtype, device: torc
 
 
 def time_attention(shape: AttentionShape, device: torch.device) -> AttentionTimes | None:
-    """Times every kernel that supports the shape; None if none of torch's backends does."""
+    """Times every kernel that supports the shape, unless an earlier run did; None if none of torch's backends does."""
+    gpu = _gpu(device)
+    if (known := timing_cache.recall(gpu, str(shape))) is not None and any(name in BACKENDS for name in known):
+        return AttentionTimes(dict(sorted(known.items(), key=lambda item: item[1])), recalled=True)
     times: dict[str, float] = {}
     failed = ""
     with warnings.catch_warnings():
@@ -143,7 +165,11 @@ def time_attention(shape: AttentionShape, device: torch.device) -> AttentionTime
             except Exception as error:  # it has its own compiler, with errors of many classes: the run continues without it
                 failed = one_line(error)
     torch.cuda.empty_cache()  # frees blocks of shapes that the model may not have
-    return AttentionTimes(dict(sorted(times.items(), key=lambda item: item[1])), failed) if times else None
+    if not times:
+        return None
+    if not failed:  # else the package is tried again: it may have been mended
+        timing_cache.store(gpu, str(shape), times)
+    return AttentionTimes(dict(sorted(times.items(), key=lambda item: item[1])), failed)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,11 +200,14 @@ class MLPTimes:
     within_ms: float | None
     failed: str = ""
     """the error of quack if it is installed but does not run here"""
+    recalled: bool = False
+    """timed by an earlier run"""
 
     def __str__(self) -> str:
         if self.within_ms is None or self.between_ms is None:
             return f"gates: between matmuls; quack's kernels do not run here: {self.failed}"
-        return f"gates: within matmuls {self.within_ms:.2f} ms, between them {self.between_ms:.2f} ms"
+        times = f"within matmuls {self.within_ms:.2f} ms, between them {self.between_ms:.2f} ms"
+        return f"gates: {times}{RECALLED * self.recalled}"
 
     def apply(self, models: Iterable[nn.Module]) -> None:
         if self.within_ms is None or self.between_ms is None or self.within_ms > MAX_SLOWDOWN * self.between_ms:
@@ -200,7 +229,11 @@ def fastest_mlp(job: Job, layout: Layout, training: Training, dtype: torch.dtype
 
 
 def time_mlp(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> MLPTimes | None:
-    """Times both for a shape; None if there is not enough memory."""
+    """Times both for a shape, unless an earlier run did; None if there is not enough memory."""
+    gpu, what = _gpu(device), f"gates of {tokens} tokens, {hidden} × {ffn}, {_name(dtype)}"
+    known = timing_cache.recall(gpu, what)
+    if known is not None and known.keys() == {"between", "within"}:
+        return MLPTimes(known["between"], known["within"], recalled=True)
     try:
         with QUACK.raising():
             times = _mlp_ms(
@@ -212,6 +245,7 @@ def time_mlp(tokens: int, hidden: int, ffn: int, dtype: torch.dtype, device: tor
         return MLPTimes(None, None, one_line(error))
     finally:
         torch.cuda.empty_cache()
+    timing_cache.store(gpu, what, times)
     return MLPTimes(times["between"], times["within"])
 
 

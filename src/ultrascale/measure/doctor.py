@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.kernels import timing_cache
 from ultrascale.launch.machine import kind_of_gpu
 from ultrascale.launch.rank_info import RankInfo, rank_info_from_env
 from ultrascale.measure.doctor_facts import MachineFacts
@@ -101,13 +102,15 @@ def attention(facts: MachineFacts) -> Verdict:
         broken = "; ".join(f"{name} cannot be imported ({why})" for name, why in facts.import_problems.items())
         advice = f"pip install --force-reinstall 'ultrascale[flash]', or pip uninstall {' '.join(facts.import_problems)}"
         return "warn", f"{broken}: runs use torch's kernels", advice
+    timed = f"; {facts.timed_shapes} shapes timed before ({timing_cache.file()})" if facts.timed_shapes else ""
     version = facts.packages.get("flash-attn-4")
     if version is not None:
-        return "ok", f"FlashAttention {version} where a run finds it faster than torch's kernels"
+        return "ok", f"FlashAttention {version} where a run finds it faster than torch's kernels{timed}"
     kinds = filter(None, (_known_gpu(gpu.name) for gpu in facts.gpus))
     if any(kind.architecture in ("hopper", "blackwell") for kind in kinds):
-        return "ok", "torch's kernels; with FlashAttention 4 an H200 trained 2 to 5 % faster: pip install 'ultrascale[flash]'"
-    return "ok", "torch's kernels"
+        advice = "with FlashAttention 4 an H200 trained 2 to 5 % faster: pip install 'ultrascale[flash]'"
+        return "ok", f"torch's kernels; {advice}{timed}"
+    return "ok", f"torch's kernels{timed}"
 
 
 def _known_gpu(name: str) -> GPU | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 
-from ultrascale.kernels import optional_kernels
+from ultrascale.kernels import optional_kernels, timing_cache
 from ultrascale.launch.machine import cores, memory_bytes
 from ultrascale.specs.errors import os_reason
 
@@ -143,6 +143,8 @@ class MachineFacts:
     """version, or None where it is not installed"""
     import_problems: Mapping[str, str] = field(default_factory=dict)
     """optional kernel packages that are installed but cannot be imported, and why"""
+    timed_shapes: int = 0
+    """shapes whose kernels earlier runs have timed on these GPUs with these packages"""
     torch_cuda: str | None = None
     """the CUDA that torch was built for"""
     cores: int = 1
@@ -181,6 +183,7 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
     if tried:
         say(f"importing {' and '.join(one.name for one in tried)}")
     problems = {one.name: problem for one in tried if (problem := try_import(one.module))}
+    timings = timing_cache.load()
     say("trying the network")
     master = environment.get("MASTER_ADDR")
     host_problem = resolves(socket.gethostname())
@@ -191,6 +194,7 @@ def gather(place: Path = Path("runs"), say: Callable[[str], None] = lambda _: No
         python=platform.python_version(),
         packages=packages,
         import_problems=problems,
+        timed_shapes=sum(len(timings.get(timing_cache.environment(name), {})) for name in {gpu.name for gpu in gpus}),
         torch_cuda=torch_cuda(),
         cores=cores(),
         memory_bytes=memory_bytes(),
