@@ -321,7 +321,7 @@ def _gather_in_place(
         shards += [one.flatten() for one in own]
         wholes += parameter.all_gather_outputs
     options = AllgatherOptions()
-    options.asyncOp = True
+    options.asyncOp = async_op  # if not, NCCL uses `stream` itself
     stream.wait_stream(module.current_stream())
     with module.stream(stream), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
         parts = [whole.chunk(ranks)[group.rank()] for whole in wholes]
