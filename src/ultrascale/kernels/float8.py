@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ultrascale.kernels import loss
-from ultrascale.kernels.float8_block import Float8Block, amax_bound, cast_rows, cast_transposed
+from ultrascale.kernels import float8_block, loss
+from ultrascale.kernels.float8_block import Float8Block, amax_bound
 from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
@@ -150,13 +150,13 @@ class _LinearCrossEntropy(LinearCrossEntropy):
             return LinearCrossEntropy.forward(ctx, hidden, weight, targets, chunk, with_grad)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        narrow, table = cast_rows(hidden), cast_rows(weight)
+        narrow, table = float8_block.cast_rows(hidden), float8_block.cast_rows(weight)
         parts = *narrow, targets, losses
         if not with_grad:
             for data, scale, wanted, lost in _split(parts, chunk):
                 loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
-        transposed, of_hidden = cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
+        transposed, of_hidden = float8_block.cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
         for rows, *group in _split((hidden, *parts, grad_hidden), CHUNKS_PER_GEMM * chunk):
@@ -168,7 +168,7 @@ class _LinearCrossEntropy(LinearCrossEntropy):
                 gradient = scaled_gradient(logits, wanted, lost, columns)
                 del logits  # before the next chunk's are allocated
                 out.copy_(multiply(GemmOperand(gradient, back), transposed, hidden.dtype))
-            part = multiply(GemmOperand(gradients, back), cast_transposed(rows, of_hidden), wide)
+            part = multiply(GemmOperand(gradients, back), float8_block.cast_transposed(rows, of_hidden), wide)
             grad_weight = part if grad_weight is None else grad_weight.add_(part)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype

@@ -15,24 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ultrascale.kernels import fused
+from ultrascale.kernels import float8_block, fused
 from ultrascale.kernels.deferred import DeferredWeightGrads
-from ultrascale.kernels.float8_block import (
-    Float8Block,
-    amax,
-    amax_bound,
-    cast,
-    cast_and_transpose,
-    cast_rows,
-    cast_transposed,
-    gate_backward_cast,
-    gate_cast,
-    joined,
-    norm_backward,
-    norm_cast,
-    transpose,
-    weight_grads,
-)
+from ultrascale.kernels.float8_block import Float8Block, amax_bound, joined, weight_grads
 from ultrascale.kernels.float8_gemm import E4M3, E5M2, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import cache_across_recompute
@@ -74,7 +59,7 @@ def all_gather(operand: GemmOperand, axis: Axis) -> GemmOperand:
 
 def cast_gradient(grad: Tensor, axis: Axis) -> GemmOperand:
     """A slice of an output gradient in fp8, with the scale of the whole."""
-    return cast(grad, comm.all_reduce(amax(grad), axis, op="max"), E5M2)
+    return float8_block.cast(grad, comm.all_reduce(float8_block.amax(grad), axis, op="max"), E5M2)
 
 
 def _reduce_scatter_start(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, axis: Axis) -> AsyncCollective[Tensor]:
@@ -90,9 +75,9 @@ class _TensorParallelQKV(torch.autograd.Function):
         ctx: Any, x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, eps: float, dim: int,
         deferred: DeferredWeightGrads, tp: AsyncTensorParallel,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        _, own, roots = norm_cast(x.flatten(0, 1), None, gain, eps)
+        _, own, roots = float8_block.norm_cast(x.flatten(0, 1), None, gain, eps)
         gathering = Float8AllGather(own, tp.axis)
-        weight = cast_rows(joined(q, k, v))
+        weight = float8_block.cast_rows(joined(q, k, v))
         normed = gathering.wait()
         rows = multiply(normed, weight, x.dtype, fast=True)
         ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, amax_bound(normed), amax_bound(weight))
@@ -112,23 +97,23 @@ class _TensorParallelQKV(torch.autograd.Function):
     def backward(ctx: Any, past: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, roots, gain, q, k, v, cos, sin, of_normed, of_weight = ctx.saved_tensors
         tp, rows = ctx.tp, x.flatten(0, 1)
-        normed = cast(rows, of_normed, E4M3, norm=(roots, gain))
+        normed = float8_block.cast(rows, of_normed, E4M3, norm=(roots, gain))
         gathering = None if ctx.deferred.open else Float8AllGather(normed, tp.axis)
         grad_q, grad_k, grad_v = (grad.contiguous().flatten(0, 1) for grad in grads)
         joint = fused.rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
         joint = tp.to_chunk_order(joint.view(len(x), -1, joint.shape[1]))
-        kept, transposed = cast_and_transpose(joint)
+        kept, transposed = float8_block.cast_and_transpose(joint)
         del joint
-        reduction = _reduce_scatter_start(kept, cast_transposed(joined(q, k, v), of_weight), x.dtype, tp.axis)
+        reduction = _reduce_scatter_start(kept, float8_block.cast_transposed(joined(q, k, v), of_weight), x.dtype, tp.axis)
         del kept
         of_weights = weight_grads((q, k, v))
         if gathering is not None:
-            grad_weights = of_weights(transposed, transpose(gathering.wait()))
+            grad_weights = of_weights(transposed, float8_block.transpose(gathering.wait()))
         else:
             grad_weights = ctx.deferred.compute(
-                ctx.parameters, lambda: of_weights(transposed, transpose(all_gather(normed, tp.axis)))
+                ctx.parameters, lambda: of_weights(transposed, float8_block.transpose(all_gather(normed, tp.axis)))
             )
-        grad_x, grad_gain = norm_backward(reduction.wait(), rows, roots, gain, past.flatten(0, 1))
+        grad_x, grad_gain = float8_block.norm_backward(reduction.wait(), rows, roots, gain, past.flatten(0, 1))
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None, None
 
 
@@ -140,18 +125,18 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, gain: Tensor, gate_: Tensor, up: Tensor, down: Tensor, eps: float,
         saves_gate_up: bool, deferred: DeferredWeightGrads, tp: AsyncTensorParallel,
     ) -> Tensor:  # fmt: skip
-        left, weight = cast_rows(tp.to_chunk_order(attended.flatten(2))), cast_rows(out)
+        left, weight = float8_block.cast_rows(tp.to_chunk_order(attended.flatten(2))), float8_block.cast_rows(out)
         reduction = comm.reduce_scatter_start(multiply(left, weight, x.dtype, fast=True), tp.axis)
         largest = [amax_bound(left), amax_bound(weight)]
-        weights = [cast_rows(joined(gate_, up)), cast_rows(down)]
-        total, own, roots = norm_cast(reduction.wait(), x.flatten(0, 1), gain, eps)
+        weights = [float8_block.cast_rows(joined(gate_, up)), float8_block.cast_rows(down)]
+        total, own, roots = float8_block.norm_cast(reduction.wait(), x.flatten(0, 1), gain, eps)
         del left, weight, reduction
         normed = all_gather(own, tp.axis)
         both = multiply(normed, weights[0], x.dtype, fast=True)
         largest += [amax_bound(one) for one in (normed, *weights)]
         down_weight = weights[1]
         del own, normed, weights
-        gated, of_both = gate_cast(both)
+        gated, of_both = float8_block.gate_cast(both)
         kept = both if saves_gate_up else None
         ctx.save_for_backward(
             attended, total, roots, kept, out, gain, gate_, up, down, of_both, amax_bound(gated), *largest
@@ -179,29 +164,29 @@ def _whole_backward(ctx: Any, own: Tensor) -> Sequence[Tensor]:
     tp, dtype = ctx.tp, own.dtype
     axis: Axis = tp.axis
     grads = Float8AllGather(cast_gradient(own, axis), axis)
-    gathering = Float8AllGather(cast(total, of_normed, E4M3, norm=(roots, gain)), axis)
+    gathering = Float8AllGather(float8_block.cast(total, of_normed, E4M3, norm=(roots, gain)), axis)
     narrow = grads.wait()
     del grads
-    grad_gated = multiply(narrow, cast_transposed(down, of_down), dtype)
+    grad_gated = multiply(narrow, float8_block.cast_transposed(down, of_down), dtype)
     if both is None:
         both = _gate_up(gathering.wait(), gate_, up, dtype)
-    grad_both, both_transposed, gated = gate_backward_cast(grad_gated, both, of_both, of_gated)
+    grad_both, both_transposed, gated = float8_block.gate_backward_cast(grad_gated, both, of_both, of_gated)
     del grad_gated, both
-    (grad_down,) = weight_grads((down,))(transpose(narrow), gated)
+    (grad_down,) = weight_grads((down,))(float8_block.transpose(narrow), gated)
     del narrow, gated
-    reduction = _reduce_scatter_start(grad_both, cast_transposed(joined(gate_, up), of_inputs), dtype, axis)
+    reduction = _reduce_scatter_start(grad_both, float8_block.cast_transposed(joined(gate_, up), of_inputs), dtype, axis)
     del grad_both
-    normed = transpose(gathering.wait())
+    normed = float8_block.transpose(gathering.wait())
     del gathering
     grad_gate, grad_up = weight_grads((gate_, up))(both_transposed, normed)
     del both_transposed, normed
-    grad_total, grad_gain = norm_backward(reduction.wait(), total, roots, gain, own)
+    grad_total, grad_gain = float8_block.norm_backward(reduction.wait(), total, roots, gain, own)
     del reduction
     narrow = all_gather(cast_gradient(grad_total, axis), axis)
-    grad_attended = tp.to_sequence_order(multiply(narrow, cast_transposed(out, of_out), dtype), len(attended))
-    turned = transpose(narrow)
+    grad_attended = tp.to_sequence_order(multiply(narrow, float8_block.cast_transposed(out, of_out), dtype), len(attended))
+    turned = float8_block.transpose(narrow)
     del narrow
-    (grad_out,) = weight_grads((out,))(turned, cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended))
+    (grad_out,) = weight_grads((out,))(turned, float8_block.cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended))
     return grad_total, grad_attended.reshape(attended.shape), grad_out, grad_gain, grad_gate, grad_up, grad_down
 
 
@@ -211,30 +196,30 @@ def _deferred_backward(ctx: Any, own: Tensor) -> Sequence[Tensor | None]:
     of_attended, of_out, of_normed, of_inputs, of_down = largest
     tp, dtype = ctx.tp, own.dtype
     axis: Axis = tp.axis
-    own_narrow, normed = cast_gradient(own, axis), cast(total, of_normed, E4M3, norm=(roots, gain))
+    own_narrow, normed = cast_gradient(own, axis), float8_block.cast(total, of_normed, E4M3, norm=(roots, gain))
     if both is None:
         both = _gate_up(all_gather(normed, axis), gate_, up, dtype)
-    grad_gated = multiply(all_gather(own_narrow, axis), cast_transposed(down, of_down), dtype)
-    grad_both, both_transposed, gated = gate_backward_cast(grad_gated, both, of_both, of_gated)
+    grad_gated = multiply(all_gather(own_narrow, axis), float8_block.cast_transposed(down, of_down), dtype)
+    grad_both, both_transposed, gated = float8_block.gate_backward_cast(grad_gated, both, of_both, of_gated)
     del grad_gated, both
-    reduction = _reduce_scatter_start(grad_both, cast_transposed(joined(gate_, up), of_inputs), dtype, axis)
+    reduction = _reduce_scatter_start(grad_both, float8_block.cast_transposed(joined(gate_, up), of_inputs), dtype, axis)
     del grad_both
-    grad_total, grad_gain = norm_backward(reduction.wait(), total, roots, gain, own)
+    grad_total, grad_gain = float8_block.norm_backward(reduction.wait(), total, roots, gain, own)
     del reduction
     total_narrow = cast_gradient(grad_total, axis)
     grad_attended = tp.to_sequence_order(
-        multiply(all_gather(total_narrow, axis), cast_transposed(out, of_out), dtype), len(attended)
+        multiply(all_gather(total_narrow, axis), float8_block.cast_transposed(out, of_out), dtype), len(attended)
     )
-    attended_transposed = cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended)
+    attended_transposed = float8_block.cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended)
 
     def grads_of_weights() -> Sequence[Tensor]:
         first, second = Float8AllGather(own_narrow, axis), Float8AllGather(normed, axis)
-        (grad_down,) = weight_grads((down,))(transpose(first.wait()), gated)
+        (grad_down,) = weight_grads((down,))(float8_block.transpose(first.wait()), gated)
         del first
         third = Float8AllGather(total_narrow, axis)
-        grad_gate, grad_up = weight_grads((gate_, up))(both_transposed, transpose(second.wait()))
+        grad_gate, grad_up = weight_grads((gate_, up))(both_transposed, float8_block.transpose(second.wait()))
         del second
-        (grad_out,) = weight_grads((out,))(transpose(third.wait()), attended_transposed)
+        (grad_out,) = weight_grads((out,))(float8_block.transpose(third.wait()), attended_transposed)
         return grad_out, grad_gate, grad_up, grad_down
 
     grad_out, *of_mlp = ctx.deferred.compute(ctx.parameters, grads_of_weights)
@@ -244,4 +229,4 @@ def _deferred_backward(ctx: Any, own: Tensor) -> Sequence[Tensor | None]:
 def _gate_up(normed: GemmOperand, gate_: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """The outputs of both GEMMs once more, from the norm's output with one scale."""
     rows = GemmOperand(normed.data, normed.scale.expand(len(normed.data), 1).contiguous())
-    return multiply(rows, cast_rows(joined(gate_, up)), dtype, fast=True)
+    return multiply(rows, float8_block.cast_rows(joined(gate_, up)), dtype, fast=True)

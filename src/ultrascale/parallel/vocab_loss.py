@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import loss
-from ultrascale.kernels.float8 import CHUNKS_PER_GEMM, FACTOR, Float8Head, shard_scaled_gradient
-from ultrascale.kernels.float8_block import amax, amax_bound, cast, cast_rows, cast_transposed, transpose
+from ultrascale.kernels import float8, float8_block, loss
+from ultrascale.kernels.float8 import CHUNKS_PER_GEMM, FACTOR, Float8Head
+from ultrascale.kernels.float8_block import amax_bound
 from ultrascale.kernels.float8_gemm import E4M3, E5M2, GemmOperand, multiply
 from ultrascale.kernels.loss import CHUNK, ChunkedHead, LinearCrossEntropy
 from ultrascale.model.transformer import Head, Transformer
 from ultrascale.parallel import comm
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import AsyncCollective, Axis
 from ultrascale.specs.training import FP8_TOKENS
 
 
@@ -136,8 +136,8 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
         length = chunk * axis.size // slices
         if any(slices * tokens % FP8_TOKENS["tensor"] for tokens in (length, len(hidden))):
             return VocabParallelLinearCrossEntropy.forward(ctx, hidden, weight, targets, settings, with_grad)
-        of_hidden = amax(hidden) if slices == 1 else comm.all_reduce(amax(hidden), axis, op="max")
-        own, table = cast(hidden, of_hidden, E4M3), cast_rows(weight)
+        of_hidden = float8_block.amax(hidden) if slices == 1 else comm.all_reduce(float8_block.amax(hidden), axis, op="max")
+        own, table = float8_block.cast(hidden, of_hidden, E4M3), float8_block.cast_rows(weight)
         losses = torch.empty(targets.numel(), dtype=wide, device=hidden.device)
         parts = list(zip(torch.split(targets, length, dim=1), torch.split(losses, slices * length), strict=True))
         narrow = torch.split(own.data.view(torch.uint8), length)
@@ -149,14 +149,20 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
             logits = multiply(GemmOperand(rows.data, scales), table, hidden.dtype, fast=True)
             return logits, _statistics(logits, wanted, axis)
 
+        def start(part: Tensor, out: Tensor) -> AsyncCollective[Tensor]:
+            """Sums gradients of hidden states over ranks."""
+            if slices > 1:
+                return comm.reduce_scatter_start(part, axis, out=out)
+            return comm.all_reduce_start(out.copy_(part), axis)
+
         if not with_grad:
             for wanted, lost in parts:
                 loss.shard_loss(statistics(next(chunks), wanted.flatten())[1], wanted.flatten(), lost)
             return losses.sum()
-        transposed, first = cast_transposed(weight, amax_bound(table)), axis.rank * len(weight)
+        transposed, first = float8_block.cast_transposed(weight, amax_bound(table)), axis.rank * len(weight)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
-        outs = torch.split(grad_hidden, length)
+        outs, pending = torch.split(grad_hidden, length), comm.completed(grad_hidden, axis)
         for begin in range(0, len(parts), CHUNKS_PER_GEMM):
             group = parts[begin : begin + CHUNKS_PER_GEMM]
             tokens = sum(len(lost) for _, lost in group)
@@ -165,19 +171,19 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
             columns = (torch.split(whole, slices * length, 1) for whole in (gradients, inputs))
             for (wanted, lost), of_logits, of_input, out in zip(group, *columns, outs[begin : begin + len(group)], strict=True):
                 rows = next(chunks)
-                transpose(rows, of_input)
+                float8_block.transpose(rows, of_input)
                 logits, found = statistics(rows, wanted.flatten())
                 del rows
-                gradient = shard_scaled_gradient(logits, wanted.flatten(), first, found, lost, of_logits)
+                gradient = float8.shard_scaled_gradient(logits, wanted.flatten(), first, found, lost, of_logits)
                 del logits  # before the next chunk's are allocated
                 part = multiply(GemmOperand(gradient, back), transposed, hidden.dtype)
                 del gradient
-                if slices > 1:
-                    comm.reduce_scatter_start(part, axis, out=out).wait()
-                else:
-                    out.copy_(comm.all_reduce(part, axis))
+                pending.wait()
+                pending = start(part, out)
+                del part
             summed = multiply(GemmOperand(gradients, back), GemmOperand(inputs, own.scale), wide)
             grad_weight = summed if grad_weight is None else grad_weight.add_(summed)
+        pending.wait()
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
