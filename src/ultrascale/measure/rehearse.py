@@ -364,7 +364,7 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
             again = sum(matmuls.values()) + scores - down
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)
-        elif layout.recompute == "selective" and fused and job.precision != "fp8":
+        elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
         total += 3 * count * (sum(matmuls.values()) + scores) + recomputed * again
     return total * layout.gas
