@@ -27,7 +27,7 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
         ({"gas": 2}, "single_microbatch"),
         ({"dp": 2}, "single_microbatch"),
         ({"tp": 2}, "compiled single_microbatch"),
-        ({"tp": 2, "sequence_parallel": False}, "fused compiled single_microbatch"),
+        ({"tp": 2, "sequence_parallel": False}, "compiled single_microbatch"),
         ({"tp": 2, "recompute": "full"}, "compiled single_microbatch"),
         ({"cp": 2}, "compiled single_microbatch"),
         ({"cp": 2, "tp": 2, "recompute": "selective"}, "compiled single_microbatch"),

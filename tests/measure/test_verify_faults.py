@@ -22,7 +22,7 @@ from ultrascale.parallel import context, tensor
 from ultrascale.parallel.data import BucketedGrads
 from ultrascale.parallel.expert import TokenDispatcher
 from ultrascale.parallel.pipeline import Pipeline
-from ultrascale.parallel.tensor import SINGLE_RANK
+from ultrascale.parallel.comm import SINGLE_RANK
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training

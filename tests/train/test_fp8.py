@@ -80,6 +80,8 @@ FUSED_LAYOUTS: list[Any] = [
         pytest.param(fields, marks=slow)
         for fields in (
             {"tp": 4, "gas": 1},
+            {"tp": 2, "sequence_parallel": False, "mbs": 2},
+            {"tp": 2, "sequence_parallel": False, "pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"},
             {"tp": 2, "pp": 2, "gas": 4},
             {"tp": 2, "dp": 2, "zero": 1},
             {"tp": 2, "dp": 2, "zero": 3},

@@ -54,8 +54,6 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
     """Why a GPU runs plain blocks, compiled if possible, instead of fused ones; None if it runs fused ones."""
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
-    if layout.tp > 1 and not layout.sequence_parallel:
-        return "tensor parallelism cuts them without sequence parallelism"
     if job.precision == "fp8" and training.fp8_scaling != "tensor":
         return f"fp8 has a scale per {training.fp8_scaling}"
     if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):
@@ -67,6 +65,8 @@ def why_not_chunked(job: Job, layout: Layout, training: Training, device: str) -
     """Why train.tp_chunks has no effect; None if GEMMs run in chunks."""
     if layout.tp == 1:
         return "layers are not cut (tp = 1)"
+    if not layout.sequence_parallel:
+        return "without sequence parallelism nothing is gathered"
     if device != "cuda":
         return "blocks are fused on a GPU alone"
     if why := why_not_fused(job, layout, training):

@@ -1,4 +1,4 @@
-"""The fused fp8 block (kernels/float8_block.py) where tensor parallelism cuts its layers, with sequence parallelism.
+"""The fused fp8 block (kernels/float8_block.py) where tensor parallelism cuts its layers.
 
 What a GEMM needs whole is cast before it is gathered, in half the bytes of bf16; what it yields in parts is summed in bf16, as
 in parallel/fused_block.py. Scales are those of the whole: a row of a slice is a whole row, whose scale is gathered with it, and
@@ -23,7 +23,7 @@ from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.parallel import comm
 from ultrascale.parallel.async_tensor import AsyncTensorParallel
-from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.fused_block import TensorParallelFusedBlock
 
 
@@ -62,11 +62,6 @@ def cast_gradient(grad: Tensor, axis: Axis) -> GemmOperand:
     return float8_block.cast(grad, comm.all_reduce(float8_block.amax(grad), axis, op="max"), E5M2)
 
 
-def _reduce_scatter_start(left: GemmOperand, right: GemmOperand, dtype: torch.dtype, axis: Axis) -> AsyncCollective[Tensor]:
-    """left · rightᵀ, summed over ranks, of which each gets its slice."""
-    return comm.reduce_scatter_start(multiply(left, right, dtype), axis)
-
-
 class _TensorParallelQKV(torch.autograd.Function):
     """Norm, QKV projection and rotary embedding; also returns the input, so that its gradients are summed in one kernel."""
 
@@ -76,7 +71,7 @@ class _TensorParallelQKV(torch.autograd.Function):
         deferred: DeferredWeightGrads, tp: AsyncTensorParallel,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _, own, roots = float8_block.norm_cast(x.flatten(0, 1), None, gain, eps)
-        gathering = Float8AllGather(own, tp.axis)
+        gathering = Float8AllGather(own, tp.slices)
         weight = float8_block.cast_rows(joined(q, k, v))
         normed = gathering.wait()
         rows = multiply(normed, weight, x.dtype, fast=True)
@@ -98,20 +93,20 @@ class _TensorParallelQKV(torch.autograd.Function):
         x, roots, gain, q, k, v, cos, sin, of_normed, of_weight = ctx.saved_tensors
         tp, rows = ctx.tp, x.flatten(0, 1)
         normed = float8_block.cast(rows, of_normed, E4M3, norm=(roots, gain))
-        gathering = None if ctx.deferred.open else Float8AllGather(normed, tp.axis)
+        gathering = None if ctx.deferred.open else Float8AllGather(normed, tp.slices)
         grad_q, grad_k, grad_v = (grad.contiguous().flatten(0, 1) for grad in grads)
         joint = fused.rotate_back(grad_q, grad_k, grad_v, (cos, sin)).flatten(1)
         joint = tp.to_chunk_order(joint.view(len(x), -1, joint.shape[1]))
         kept, transposed = float8_block.cast_and_transpose(joint)
         del joint
-        reduction = _reduce_scatter_start(kept, float8_block.cast_transposed(joined(q, k, v), of_weight), x.dtype, tp.axis)
+        reduction = tp.sum_start(multiply(kept, float8_block.cast_transposed(joined(q, k, v), of_weight), x.dtype))
         del kept
         of_weights = weight_grads((q, k, v))
         if gathering is not None:
             grad_weights = of_weights(transposed, float8_block.transpose(gathering.wait()))
         else:
             grad_weights = ctx.deferred.compute(
-                ctx.parameters, lambda: of_weights(transposed, float8_block.transpose(all_gather(normed, tp.axis)))
+                ctx.parameters, lambda: of_weights(transposed, float8_block.transpose(all_gather(normed, tp.slices)))
             )
         grad_x, grad_gain = float8_block.norm_backward(reduction.wait(), rows, roots, gain, past.flatten(0, 1))
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None, None
@@ -126,12 +121,12 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         saves_gate_up: bool, deferred: DeferredWeightGrads, tp: AsyncTensorParallel,
     ) -> Tensor:  # fmt: skip
         left, weight = float8_block.cast_rows(tp.to_chunk_order(attended.flatten(2))), float8_block.cast_rows(out)
-        reduction = comm.reduce_scatter_start(multiply(left, weight, x.dtype, fast=True), tp.axis)
+        reduction = tp.sum_start(multiply(left, weight, x.dtype, fast=True))
         largest = [amax_bound(left), amax_bound(weight)]
         weights = [float8_block.cast_rows(joined(gate_, up)), float8_block.cast_rows(down)]
         total, own, roots = float8_block.norm_cast(reduction.wait(), x.flatten(0, 1), gain, eps)
         del left, weight, reduction
-        normed = all_gather(own, tp.axis)
+        normed = all_gather(own, tp.slices)
         both = multiply(normed, weights[0], x.dtype, fast=True)
         largest += [amax_bound(one) for one in (normed, *weights)]
         down_weight = weights[1]
@@ -145,7 +140,7 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         ctx.deferred, ctx.tp, ctx.parameters = deferred, tp, (out, gate_, up, down)  # the leaves, as above
 
         def result() -> tuple[Tensor]:
-            summed = comm.reduce_scatter(multiply(gated, down_weight, x.dtype, fast=True), tp.axis)
+            summed = tp.sum_start(multiply(gated, down_weight, x.dtype, fast=True)).wait()
             return (total.view_as(x) + summed.view_as(x),)
 
         return cache_across_recompute(result, needed_in_backward=False)[0]
@@ -162,7 +157,7 @@ def _whole_backward(ctx: Any, own: Tensor) -> Sequence[Tensor]:
     attended, total, roots, both, out, gain, gate_, up, down, of_both, of_gated, *largest = ctx.saved_tensors
     of_attended, of_out, of_normed, of_inputs, of_down = largest
     tp, dtype = ctx.tp, own.dtype
-    axis: Axis = tp.axis
+    axis: Axis = tp.slices
     grads = Float8AllGather(cast_gradient(own, axis), axis)
     gathering = Float8AllGather(float8_block.cast(total, of_normed, E4M3, norm=(roots, gain)), axis)
     narrow = grads.wait()
@@ -174,7 +169,7 @@ def _whole_backward(ctx: Any, own: Tensor) -> Sequence[Tensor]:
     del grad_gated, both
     (grad_down,) = weight_grads((down,))(float8_block.transpose(narrow), gated)
     del narrow, gated
-    reduction = _reduce_scatter_start(grad_both, float8_block.cast_transposed(joined(gate_, up), of_inputs), dtype, axis)
+    reduction = tp.sum_start(multiply(grad_both, float8_block.cast_transposed(joined(gate_, up), of_inputs), dtype))
     del grad_both
     normed = float8_block.transpose(gathering.wait())
     del gathering
@@ -195,14 +190,14 @@ def _deferred_backward(ctx: Any, own: Tensor) -> Sequence[Tensor | None]:
     attended, total, roots, both, out, gain, gate_, up, down, of_both, of_gated, *largest = ctx.saved_tensors
     of_attended, of_out, of_normed, of_inputs, of_down = largest
     tp, dtype = ctx.tp, own.dtype
-    axis: Axis = tp.axis
+    axis: Axis = tp.slices
     own_narrow, normed = cast_gradient(own, axis), float8_block.cast(total, of_normed, E4M3, norm=(roots, gain))
     if both is None:
         both = _gate_up(all_gather(normed, axis), gate_, up, dtype)
     grad_gated = multiply(all_gather(own_narrow, axis), float8_block.cast_transposed(down, of_down), dtype)
     grad_both, both_transposed, gated = float8_block.gate_backward_cast(grad_gated, both, of_both, of_gated)
     del grad_gated, both
-    reduction = _reduce_scatter_start(grad_both, float8_block.cast_transposed(joined(gate_, up), of_inputs), dtype, axis)
+    reduction = tp.sum_start(multiply(grad_both, float8_block.cast_transposed(joined(gate_, up), of_inputs), dtype))
     del grad_both
     grad_total, grad_gain = float8_block.norm_backward(reduction.wait(), total, roots, gain, own)
     del reduction

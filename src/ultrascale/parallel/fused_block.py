@@ -1,11 +1,12 @@
-"""The fused block (kernels/fused.py) where tensor parallelism cuts its layers, with sequence parallelism.
+"""The fused block (kernels/fused.py) where tensor parallelism cuts its layers.
 
-Norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens and this rank's columns
+With sequence parallelism norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens and this rank's columns
 or rows. What a GEMM needs whole is gathered, what it yields in parts is summed and scattered. In backward both overlap with a
 GEMM: the norm's output is gathered while the input gradient is computed, which is scattered while weight gradients are.
 A split backward keeps slices for the weight gradients, of output gradients too, and gathers them when it computes these.
 With several chunks (parallel/async_tensor.py) the collectives of forward, and those that would be exposed in backward, overlap
 with the GEMMs of other chunks of the tokens. What is saved is the same, with rows in the order of chunks.
+Without sequence parallelism nothing is gathered, and partial sums are all-reduced while weight gradients are computed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from ultrascale.parallel.async_tensor import AsyncTensorParallel
 from ultrascale.parallel.comm import Axis
 
 
-def apply(model: Transformer, axis: Axis, deferred: DeferredWeightGrads | None = None, chunks: int = 1) -> None:
+def apply(
+    model: Transformer, axis: Axis, deferred: DeferredWeightGrads | None = None, chunks: int = 1, sequence: bool = True
+) -> None:
     """Replaces all blocks, whose linears are already cut, by fused ones; names and parameters stay."""
-    tp = AsyncTensorParallel(axis, chunks)
+    tp = AsyncTensorParallel(axis, chunks if sequence else 1, sequence)
     for name, block in model.blocks.items():
         model.blocks[name] = TensorParallelFusedBlock(cast(Block, block), tp, deferred)
 

@@ -102,7 +102,7 @@ def _chunk(
         expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused and mesh.tp.size > 1:
-            fused_block.apply(module, mesh.tp, deferred, training.tp_chunks)
+            fused_block.apply(module, mesh.tp, deferred, training.tp_chunks, layout.sequence_parallel)
         elif own.fused:
             fused.apply(module, deferred)
         if own.loss and mesh.tp.size > 1:

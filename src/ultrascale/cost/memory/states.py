@@ -60,12 +60,12 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
 def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
     """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is.
 
-    Layers that tp cuts have them with sequence parallelism; in fp8 those whose GEMMs all have sizes that it supports.
+    In fp8, layers whose GEMMs all have sizes that it supports.
     """
     fits = job.framework.fused_blocks and job.attention == "flash"
     fits = fits and fused_blocks_problem(job.model, job.seq) is None
-    whole_sequences = (columns.tp > 1) & (columns.sequence_parallel == 0)
-    return np.asarray(~whole_sequences & fits & (supports_fp8(job, columns) if job.precision == "fp8" else True))
+    sizes = supports_fp8(job, columns) if job.precision == "fp8" else np.ones(len(columns), dtype=bool)
+    return np.asarray(sizes & fits)
 
 
 def supports_fp8(job: Job, columns: LayoutColumns) -> Array:
