@@ -196,8 +196,8 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
     yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
-    being_gathered = np.where(chunk.gathered_sequence > 0, residual, 0.0)
-    yield activation("norm's output, being gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
+    being_gathered = np.where(chunk.columns.tp > 1, residual, 0.0)
+    yield activation("norm's output, computed before it is gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
     yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
     yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
     yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
@@ -238,7 +238,8 @@ def _fused_fp8_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Te
     """
     event, residual, wide, b = LayerEvent, chunk.residual, layer.modules["mlp activation"], compute_bytes(chunk.job)
     weight, end, gathered = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE, chunk.gathered_sequence
-    cut = gathered > 0
+    cut = chunk.columns.tp > 1
+    whole = np.where(cut, chunk.full_sequence, 0.0)
     again = layer.modules["mlp matmuls"] - layer.kept["mlp matmuls"]
     yield activation("saved for backward", layer.fused - again, event.FUSED_GATE, end)
     yield activation("outputs of gate and up, recomputed", again, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
@@ -247,10 +248,11 @@ def _fused_fp8_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Te
     yield activation("gradients of gate and up, transposed", 2 * wide / b, event.FUSED_GATE, end)
     yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
     yield activation("activation, computed again", wide / b, event.FUSED_GATE, event.FUSED_NORM)
-    yield activation("output gradient", np.where(cut, gathered, residual) / b, event.FUSED_GATE, event.FUSED_NORM)
-    yield activation("output gradient, transposed", gathered / b, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM)
-    yield activation("norm's output, being gathered", np.where(cut, residual / b, 0.0), event.FUSED_GATE, event.FUSED_UP_WEIGHTS)
-    yield activation("gathered output of the norm", gathered / b, event.FUSED_GATE, end)
+    yield activation("output gradient", np.where(cut, whole, residual) / b, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("output gradient, transposed", whole / b, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM)
+    slice_ = np.where(gathered > 0, residual / b, 0.0)
+    yield activation("norm's output, being gathered", slice_, event.FUSED_GATE, event.FUSED_UP_WEIGHTS)
+    yield activation("output of the norm", whole / b, event.FUSED_GATE, end)
     yield activation("input gradient to scatter", gathered, event.FUSED_NORM, end)
     yield activation("gradient of the norm's output", residual, event.FUSED_NORM, end)
     yield activation("norm's output, transposed", np.where(cut, 0.0, residual / b), event.FUSED_UP_WEIGHTS, end)
@@ -283,12 +285,13 @@ def _fused_fp8_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) ->
     yield activation("gradients of gate and up", 2 * wide / b, gate, out)
     yield activation("gradients of gate and up, transposed", 2 * wide / b, gate, end)
     yield activation("gradient of the activation", wide, gate, norm)
-    yield activation("norm's output in a slice", np.where(gathered > 0, residual / b, 0.0), gate, out)
+    cut = chunk.columns.tp > 1
+    yield activation("norm's output, computed early", np.where(cut, residual / b, 0.0), gate, out)
     yield activation("gradient of the norm's output", residual + gathered, norm, out)
     yield activation("norm's output", residual / b, out, end)
     yield activation("gradient of the norm's input", residual, out, end)
     yield activation("output gradient of attention, in fp8", residual / b, out, end)
-    yield activation("the same, gathered or transposed", np.where(gathered > 0, gathered, residual) / b, out, attention)
+    yield activation("the same, gathered or transposed", np.where(cut, gathered, residual) / b, out, attention)
     yield activation("gradient of attention's output", attended, out, attention)
     yield activation("attention's output, transposed", attended / b, out, end)
     yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
