@@ -96,7 +96,9 @@ FP8_TWINS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def tensors_of(value: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(value.shape, value.dtype)] if isinstance(value, torch.Tensor) else [one for part in value for one in tensors_of(part)]
+    return (
+        [(value.shape, value.dtype)] if isinstance(value, torch.Tensor) else [one for part in value for one in tensors_of(part)]
+    )
 
 
 @pytest.mark.parametrize("name", FP8_TWINS)

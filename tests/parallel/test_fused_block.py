@@ -70,7 +70,10 @@ slow = pytest.mark.slow
         pytest.param({"pp": 2, "dp": 2, "gas": 4, "schedule": "zero-bubble"}, marks=slow),
         pytest.param({"pp": 2, "dp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"}, marks=slow),
         pytest.param({"pp": 2, "dp": 2, "gas": 4, "zero": 2, "schedule": "zero-bubble"}, marks=slow),
-        *({"tp": 2, "sequence_parallel": False, **fields} for fields in ({"gas": 2}, {"gas": 1, "mbs": 3, "recompute": "full"})),
+        *(
+            {"tp": 2, "sequence_parallel": False, **fields}
+            for fields in ({"gas": 2}, {"gas": 1, "mbs": 3, "recompute": "full"})
+        ),
         {"tp": 2, "sequence_parallel": False, "pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"},
         *(
             pytest.param({"tp": 2, "sequence_parallel": False, **fields}, marks=slow)

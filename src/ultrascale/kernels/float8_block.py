@@ -3,8 +3,8 @@
 Forward has a scale per row, known to the kernel that computes the row; backward, where contractions also run over rows, one per
 tensor. Only gradients are read an extra time for their largest entry: the largest entry of a tensor with row scales is the
 largest of its rows, and the gate's gradients are bounded by the product of their inputs' largest entries. All scales are powers
-of two, so that a value rounds the same with either kind. A split backward defers weight gradients and keeps only their operands,
-in fp8 and transposed: half the bytes of a bf16 block's.
+of two, so that a value rounds the same with either kind. A split backward defers weight gradients and keeps only their
+operands, in fp8 and transposed: half the bytes of a bf16 block's.
 """
 
 from __future__ import annotations

@@ -133,9 +133,7 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
         del own, normed, weights
         gated, of_both = float8_block.gate_cast(both)
         kept = both if saves_gate_up else None
-        ctx.save_for_backward(
-            attended, total, roots, kept, out, gain, gate_, up, down, of_both, amax_bound(gated), *largest
-        )
+        ctx.save_for_backward(attended, total, roots, kept, out, gain, gate_, up, down, of_both, amax_bound(gated), *largest)
         del both, kept
         ctx.deferred, ctx.tp, ctx.parameters = deferred, tp, (out, gate_, up, down)  # the leaves, as above
 
@@ -181,7 +179,9 @@ def _whole_backward(ctx: Any, own: Tensor) -> Sequence[Tensor]:
     grad_attended = tp.to_sequence_order(multiply(narrow, float8_block.cast_transposed(out, of_out), dtype), len(attended))
     turned = float8_block.transpose(narrow)
     del narrow
-    (grad_out,) = weight_grads((out,))(turned, float8_block.cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended))
+    (grad_out,) = weight_grads((out,))(
+        turned, float8_block.cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended)
+    )
     return grad_total, grad_attended.reshape(attended.shape), grad_out, grad_gain, grad_gate, grad_up, grad_down
 
 

@@ -1,9 +1,10 @@
 """The fused block (kernels/fused.py) where tensor parallelism cuts its layers.
 
-With sequence parallelism norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens and this rank's columns
-or rows. What a GEMM needs whole is gathered, what it yields in parts is summed and scattered. In backward both overlap with a
-GEMM: the norm's output is gathered while the input gradient is computed, which is scattered while weight gradients are.
-A split backward keeps slices for the weight gradients, of output gradients too, and gathers them when it computes these.
+With sequence parallelism norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens
+and this rank's columns or rows. What a GEMM needs whole is gathered, what it yields in parts is summed and scattered. In
+backward both overlap with a GEMM: the norm's output is gathered while the input gradient is computed, which is scattered while
+weight gradients are. A split backward keeps slices for the weight gradients, of output gradients too, and gathers them when it
+computes these.
 With several chunks (parallel/async_tensor.py) the collectives of forward, and those that would be exposed in backward, overlap
 with the GEMMs of other chunks of the tokens. What is saved is the same, with rows in the order of chunks.
 Without sequence parallelism nothing is gathered, and partial sums are all-reduced while weight gradients are computed.

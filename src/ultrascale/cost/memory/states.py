@@ -410,7 +410,7 @@ def _fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bo
 
 
 def fused_fp8_layers(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
-    """Dense layers of a share in fused fp8 blocks: all but the model's first and last, as `train.fp8_keep` has it by default."""
+    """Dense layers of a share in fused fp8 blocks: all but the model's first and last (the default of `train.fp8_keep`)."""
     inner = np.maximum(0, share.dense_layers - _end_layers(job.model, share, moe=False))
     return np.where(uses_fused_blocks(job, columns) & (job.precision == "fp8"), inner, 0)
 

@@ -112,8 +112,9 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     for kind in chunk.layers:
         happens = _layer_events(chunk, kind.moe, deferring)
         wide, narrow = (
-            walk(_layer_tensors(chunk, kind.saved, kind.moe, deferring, in_fp8), LayerEvent.END, rows, deferring)
-            .peaks_of_segments(_SEGMENT_STARTS, happens)
+            walk(
+                _layer_tensors(chunk, kind.saved, kind.moe, deferring, in_fp8), LayerEvent.END, rows, deferring
+            ).peaks_of_segments(_SEGMENT_STARTS, happens)
             for in_fp8 in (False, chunk.job.precision == "fp8")
         )
         for done in _layers_done(chunk, kind):
@@ -268,7 +269,9 @@ def _fp8_gate_up(chunk: ChunkMemory, after: Array, start: LayerEvent, end: Layer
     matrix, b = chunk.mlp_weight_gradient[False], compute_bytes(chunk.job)
     yield buffer("gate and up weights, transposed", 2 * matrix / b, start, end)
     copies = 2 * matrix / np.where(chunk.columns.zero == 3, b, 1)
-    yield buffer("gate and up weights, copied together", np.where(chunk.sharded, np.maximum(0.0, copies - after), 0.0), start, end)
+    yield buffer(
+        "gate and up weights, copied together", np.where(chunk.sharded, np.maximum(0.0, copies - after), 0.0), start, end
+    )
 
 
 def _fused_fp8_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
