@@ -178,7 +178,7 @@ class _LinearCrossEntropy(LinearCrossEntropy):
 class Float8Head(ChunkedHead):
     """A chunked head in fp8."""
 
-    function = _LinearCrossEntropy
+    function: type[LinearCrossEntropy] | None = _LinearCrossEntropy
 
 
 def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.parallel import comm
 from ultrascale.parallel.async_tensor import AsyncTensorParallel
 from ultrascale.parallel.comm import Axis
-from ultrascale.parallel.fused_block import TensorParallelFusedBlock
+from ultrascale.parallel.fused_block import TensorParallelFusedBlock, rotated_heads
 
 
 class TensorParallelFloat8Block(Float8Block):
@@ -77,15 +77,9 @@ class _TensorParallelQKV(torch.autograd.Function):
         rows = multiply(normed, weight, x.dtype, fast=True)
         ctx.save_for_backward(x, roots, gain, q, k, v, cos, sin, amax_bound(normed), amax_bound(weight))
         del own, gathering, weight, normed
-        joint = tp.to_sequence_order(rows, len(x)).reshape(len(rows), -1, dim)
-        del rows
-        heads, kv_heads = len(q) // dim, len(k) // dim
-        fused.rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.deferred, ctx.tp = deferred, tp
         ctx.parameters = q, k, v  # the leaves: checkpointing unpacks copies, whose .grad is lost
-        whole = joint.view(len(x), -1, *joint.shape[1:])
-        rotated_q, rotated_k, values = torch.split(whole, [heads, kv_heads, kv_heads], dim=2)
-        return x.view_as(x), rotated_q, rotated_k, values
+        return x.view_as(x), *rotated_heads(rows, len(x), (len(q) // dim, len(k) // dim, dim), (cos, sin), tp)
 
     @staticmethod
     @once_differentiable
@@ -147,11 +141,11 @@ class _TensorParallelOutputAndMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         own = grad.contiguous().flatten(0, 1)
-        grad_total, *grads = (_deferred_backward if ctx.deferred.open else _whole_backward)(ctx, own)
-        return grad_total.view_as(grad), *grads, None, None, None, None
+        grads = (_deferred_backward if ctx.deferred.open else _whole_backward)(ctx, own, grad.shape)
+        return *grads, None, None, None, None
 
 
-def _whole_backward(ctx: Any, own: Tensor) -> Sequence[Tensor]:
+def _whole_backward(ctx: Any, own: Tensor, shape: torch.Size) -> Sequence[Tensor]:
     attended, total, roots, both, out, gain, gate_, up, down, of_both, of_gated, *largest = ctx.saved_tensors
     of_attended, of_out, of_normed, of_inputs, of_down = largest
     tp, dtype = ctx.tp, own.dtype
@@ -182,10 +176,10 @@ def _whole_backward(ctx: Any, own: Tensor) -> Sequence[Tensor]:
     (grad_out,) = weight_grads((out,))(
         turned, float8_block.cast_transposed(tp.to_chunk_order(attended.flatten(2)), of_attended)
     )
-    return grad_total, grad_attended.reshape(attended.shape), grad_out, grad_gain, grad_gate, grad_up, grad_down
+    return grad_total.view(shape), grad_attended.reshape(attended.shape), grad_out, grad_gain, grad_gate, grad_up, grad_down
 
 
-def _deferred_backward(ctx: Any, own: Tensor) -> Sequence[Tensor | None]:
+def _deferred_backward(ctx: Any, own: Tensor, shape: torch.Size) -> Sequence[Tensor | None]:
     """The input gradients. Weight gradients are queued with slices of what they need gathered, in fp8."""
     attended, total, roots, both, out, gain, gate_, up, down, of_both, of_gated, *largest = ctx.saved_tensors
     of_attended, of_out, of_normed, of_inputs, of_down = largest
@@ -218,7 +212,7 @@ def _deferred_backward(ctx: Any, own: Tensor) -> Sequence[Tensor | None]:
         return grad_out, grad_gate, grad_up, grad_down
 
     grad_out, *of_mlp = ctx.deferred.compute(ctx.parameters, grads_of_weights)
-    return grad_total, grad_attended.reshape(attended.shape), grad_out, grad_gain, *of_mlp
+    return grad_total.view(shape), grad_attended.reshape(attended.shape), grad_out, grad_gain, *of_mlp
 
 
 def _gate_up(normed: GemmOperand, gate_: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:

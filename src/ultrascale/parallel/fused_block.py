@@ -22,6 +22,7 @@ from ultrascale.kernels import fused
 from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel, joined
 from ultrascale.kernels.recompute_cache import cache_across_recompute
+from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.parallel.async_tensor import AsyncTensorParallel
 from ultrascale.parallel.comm import Axis
@@ -59,16 +60,10 @@ class _TensorParallelQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _, normed, scales = fused.norm(x.flatten(0, 1), None, gain, eps)
         rows = tp.all_gather_operand(normed) @ joined(q, k, v).t()
-        joint = tp.to_sequence_order(rows, len(x)).reshape(len(rows), -1, dim)
-        del rows
-        heads, kv_heads = len(q) // dim, len(k) // dim
-        fused.rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
         ctx.eps, ctx.deferred, ctx.tp = eps, deferred, tp
         ctx.parameters = q, k, v  # the leaves: checkpointing unpacks copies, whose .grad is lost
-        whole = joint.view(len(x), -1, *joint.shape[1:])
-        rotated_q, rotated_k, values = torch.split(whole, [heads, kv_heads, kv_heads], dim=2)
-        return x.view_as(x), rotated_q, rotated_k, values
+        return x.view_as(x), *rotated_heads(rows, len(x), (len(q) // dim, len(k) // dim, dim), (cos, sin), tp)
 
     @staticmethod
     @once_differentiable
@@ -86,6 +81,20 @@ class _TensorParallelQKV(torch.autograd.Function):
         if grad_weights is None:
             grad_weights = deferred.compute(ctx.parameters, lambda: of_weights(joint, tp.all_gather_start(normed).wait()))
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None, None
+
+
+def rotated_heads(
+    rows: Tensor, batch: int, heads: tuple[int, int, int], rope: Rope, tp: AsyncTensorParallel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [b, s, heads, d] in the order of the sequence, the first two rotated, from the output of their joint GEMM.
+
+    `heads`: of queries, of keys, and the dimension of each.
+    """
+    queries, keys, dim = heads
+    joint = tp.to_sequence_order(rows, batch).reshape(len(rows), -1, dim)
+    fused.rotate_(joint, queries, keys, rope)
+    q, k, v = torch.split(joint.view(batch, -1, *joint.shape[1:]), [queries, keys, keys], dim=2)
+    return q, k, v
 
 
 class _TensorParallelOutputAndMLP(torch.autograd.Function):

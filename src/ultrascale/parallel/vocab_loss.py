@@ -44,15 +44,6 @@ class VocabParallelChunkedHead(ChunkedHead):
         return vocab_parallel_cross_entropy(rows, self.linear.weight, slices, self.axis, function=self.function)
 
 
-class VocabParallelFloat8Head(VocabParallelChunkedHead, Float8Head):
-    """The same in fp8."""
-
-    def __init__(self, plain: ChunkedHead) -> None:
-        assert isinstance(plain, VocabParallelChunkedHead)
-        super().__init__(plain, plain.axis, plain.sequence)
-        self.function = _VocabParallelFloat8CrossEntropy
-
-
 def vocab_parallel_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -187,3 +178,13 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return losses.sum()
+
+
+class VocabParallelFloat8Head(VocabParallelChunkedHead, Float8Head):
+    """A cut, chunked head in fp8."""
+
+    function = _VocabParallelFloat8CrossEntropy
+
+    def __init__(self, plain: ChunkedHead) -> None:
+        assert isinstance(plain, VocabParallelChunkedHead)
+        super().__init__(plain, plain.axis, plain.sequence)
