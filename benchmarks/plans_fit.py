@@ -37,7 +37,7 @@ def fits(model: str, cluster: str) -> dict[str, Any]:
         return {**row, "ok": bool(changes), "layout": "nothing fits", "change": changes[:1]}
     best = found.plans[0]
     stage = str(best.estimate.peak_stage)
-    kernels = rehearse.kernels_of(best.job, "meta", None)
+    kernels = rehearse.kernels_of(best.job, best.layout, "meta")
     ranks = rehearse.ranks_of(best.layout, None, stage)
     report = rehearse.report(
         best, rehearse.rehearse(best.job, best.layout, ranks, "meta", lambda _: None, kernels), "meta", kernels

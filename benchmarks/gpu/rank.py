@@ -3,8 +3,8 @@
 In a job of several GPUs the other ranks do not exist (torch's `fake` process group): collectives return at once, so that
 computing alone is timed, with real kernels on the sizes of one rank. With `--beside torchtitan` (0.2) its own model,
 parallelisms, compiler, loss and optimizer take the same work as its trainer does; on one GPU with fp32 weights under autocast.
-Models with experts are its Qwen3. The engines take turns, each in a process of its own. Prints ms and peak memory of each
-turn, and the ratios.
+Models with experts are its Qwen3. The engines take turns, each in a process of its own, ours in each `--precision`. Prints ms
+and peak memory of each turn, and the ratios to the first engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast, get_args
 
 import torch
@@ -33,7 +33,8 @@ from ultrascale.measure.foreign.data_stub import stub_data_pipeline
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.schedules import REGISTRY
-from ultrascale.specs.training import Graphs, Training
+from ultrascale.specs.job import Precision
+from ultrascale.specs.training import Fp8Keep, Graphs, Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
@@ -84,6 +85,12 @@ class RankWork:
     layout: Layout
     tp_chunks: int = 1
     graphs: Graphs = "auto"
+    precision: Precision = "bf16"
+    fp8_keep: Fp8Keep = "ends"
+
+    @property
+    def name(self) -> str:
+        return "ultrascale" + (f" fp8, keep {self.fp8_keep}" if self.precision == "fp8" else "")
 
     @property
     def tokens(self) -> int:
@@ -111,14 +118,16 @@ def ours(work: RankWork) -> Turn:
         cluster=Cluster.load(f"{layout.gpus}xh200"),
         seq=work.seq,
         batch_tokens=layout.batch_tokens(work.seq),
+        precision=work.precision,
     )
+    training = Training(steps=1000, tp_chunks=work.tp_chunks, graphs=work.graphs, fp8_keep=work.fp8_keep)
     with single_rank_world(0, layout.gpus):
         mesh, _ = unconnected_groups(Mesh.build(layout, model.kv_heads, 0, f"cuda:{torch.cuda.current_device()}"))
         batches = cast(Batches, RandomBatches(work.seq, model.vocab))
-        engine = build_engine(job, mesh, Training(steps=1000, tp_chunks=work.tp_chunks, graphs=work.graphs), batches)
+        engine = build_engine(job, mesh, training, batches)
         without_values(engine)
         numbers = itertools.count()  # the next step's batch is read during this one
-        return timed("ultrascale", work, lambda: engine.step(next(numbers)))
+        return timed(work.name, work, lambda: engine.step(next(numbers)))
 
 
 class TitanTrainer(NamedTuple):
@@ -204,7 +213,7 @@ def context_slices(inputs: torch.Tensor, targets: torch.Tensor, dims: Any) -> tu
 
 def in_own_process(engine: str, work: RankWork) -> Turn:
     def rank(_: int, __: int, ___: str) -> Turn:
-        return {"ultrascale": ours, "torchtitan": torchtitan}[engine](work)
+        return (torchtitan if engine == "torchtitan" else ours)(work)
 
     (turn,) = local.run(rank, 1, timeout_s=600)
     return turn  # type: ignore[no-any-return]
@@ -225,6 +234,10 @@ def main() -> None:
     parser.add_argument("--recompute-layers", type=int, help="ours: of each stage, its first layers that recompute")
     parser.add_argument("--tp-chunks", type=int, default=1, help="ours: train.tp_chunks")
     parser.add_argument("--graphs", choices=get_args(Graphs), default="auto", help="ours: train.graphs")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), nargs="+", default=["bf16"], help="ours: each takes its turn")
+    parser.add_argument(
+        "--fp8-keep", choices=get_args(Fp8Keep), nargs="+", default=["ends"], help="ours: what fp8 leaves in bf16"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--beside", choices=("torchtitan",))
@@ -242,8 +255,12 @@ def main() -> None:
     layers = options.layers or MODELS[options.model].layers
     seq = options.seq or (SEQ if options.model in MBS else 8192)
     work = RankWork(options.model, layers, seq, options.steps, layout, options.tp_chunks, options.graphs)
-    engines = [*([options.beside] if options.beside else []), "ultrascale"]
-    turns = [in_own_process(engine, work) for _ in range(options.turns) for engine in engines]
+    works = [work] if "bf16" in options.precision else []
+    if "fp8" in options.precision:
+        works += [replace(work, precision="fp8", fp8_keep=keep) for keep in options.fp8_keep]
+    contestants = [*([(options.beside, work)] if options.beside else []), *((one.name, one) for one in works)]
+    engines = [name for name, _ in contestants]
+    turns = [in_own_process(engine, one) for _ in range(options.turns) for engine, one in contestants]
     beside = f" · torchtitan {importlib.metadata.version('torchtitan')}" if options.beside else ""
     what = f"rank 0 of {layout}, {options.model} with {layers} layers, sequences of {seq}"
     table = Table(title=f"{what}{beside} · {machine(turns[0].gpu)}")
@@ -253,13 +270,15 @@ def main() -> None:
         memory = (f"{gib:.2f}" for gib in (turn.peak_gib, turn.reserved_gib))
         table.add_row(turn.engine, f"{turn.step_ms:.1f}", f"{turn.tokens_per_s:,.0f}", *memory)
     Console(width=128).print(table)
-    if options.beside:
-        step, peak = (
-            {engine: statistics.mean(getattr(turn, field) for turn in turns if turn.engine == engine) for engine in engines}
-            for field in ("step_ms", "peak_gib")
+    first, *others = engines
+    step, peak = (
+        {engine: statistics.mean(getattr(turn, field) for turn in turns if turn.engine == engine) for engine in engines}
+        for field in ("step_ms", "peak_gib")
+    )
+    for engine in others:
+        print(
+            f"{engine}: {step[first] / step[engine]:.3f} × the speed of {first}, {peak[engine] / peak[first]:.3f} × its memory"
         )
-        print(f"speed: {step['torchtitan'] / step['ultrascale']:.3f} × torchtitan's")
-        print(f"peak memory: {peak['ultrascale'] / peak['torchtitan']:.3f} × torchtitan's")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import float8, float8_block, float8_gemm
+from ultrascale.kernels import float8, float8_block, float8_gemm, loss
 from ultrascale.model.transformer import IGNORE_INDEX
 
 # Before anything imports Triton: test_interpreted.py starts this file so.
@@ -111,6 +111,29 @@ def test_a_norm_is_recomputed_transposed(rows: int, columns: int, kind: torch.dt
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), TILES)
+def test_a_cast_that_is_not_transposed(rows: int, columns: int, kind: torch.dtype, kernels: ModuleType) -> None:
+    """Of a gradient, and of a norm that is computed again."""
+    x, gain = numbers(rows, columns, kind=kind), numbers(columns, seed=1, kind=kind)
+    _, normed, roots = float8_block.norm_cast(x, None, gain, 1e-5)
+    for largest, dtype, norm in ((float8_block.amax(x), WIDE, None), (float8_block.amax_bound(normed), NARROW, (roots, gain))):
+        on_device = None if norm is None else tuple(there(*norm))
+        found = kernels.cast(*there(x, largest), dtype, on_device)
+        same_operand(*found, float8_block.cast(x, largest, dtype, norm), FEW[kind] if norm else 0.01)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*TILES, (130, 129)])
+def test_transpose(rows: int, columns: int, kernels: ModuleType) -> None:
+    """To columns of a matrix, whose others stay as they are."""
+    x = torch.randint(256, (rows, columns), dtype=torch.uint8)
+    whole = torch.full((columns, rows + 7), 3, dtype=torch.uint8, device=DEVICE)
+    kernels.transpose(x.to(DEVICE), whole[:, 2 : 2 + rows])
+    assert torch.equal(whole[:, 2 : 2 + rows].cpu(), x.t())
+    assert bool((whole[:, :2] == 3).all())
+    assert bool((whole[:, 2 + rows :] == 3).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "width"), TILES)
 def test_gate_backward_cast(rows: int, width: int, kind: torch.dtype, kernels: ModuleType) -> None:
     grad, both = numbers(rows, width, size=1e-5, kind=kind), numbers(rows, 2 * width, seed=1, kind=kind)
@@ -153,3 +176,29 @@ def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.M
     same(found, wanted, FEW[kind])
     same(turned, wanted_turned, FEW[kind])
     assert not found[[3, 7]].float().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [96, *([512] if DEVICE == "cuda" else [])])
+def test_gradient_of_logits_of_a_cut_vocabulary(vocab: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts; targets in each of them, and two that are ignored."""
+    module = importlib.import_module("ultrascale.kernels.loss_triton")
+    if DEVICE == "cpu":
+        for name, size in {"BLOCK": 64, "ROWS": 16, "COLUMNS": 32}.items():
+            monkeypatch.setattr(module, name, size)
+    logits, targets = numbers(24, vocab, size=3.0, kind=kind), torch.arange(24) * (vocab // 24)
+    targets[[3, 7]] = IGNORE_INDEX
+    parts, width = [part.contiguous() for part in logits.chunk(2, dim=1)], vocab // 2
+    statistics = torch.stack([loss.shard_statistics(part, targets, number * width) for number, part in enumerate(parts)])
+    for number, part in enumerate(parts):
+        first, wanted_losses, wanted_turned = number * width, torch.empty(24), torch.ones(width, 56, dtype=WIDE)
+        wanted = float8.shard_scaled_gradient(part, targets, first, statistics, wanted_losses, wanted_turned[:, 16:40])
+        here, statistics_here = there(targets, statistics)
+        losses, turned = torch.empty(24, device=DEVICE), torch.ones(width, 56, dtype=WIDE, device=DEVICE)
+        log_sum = loss.shard_loss(statistics_here, here, losses)
+        counts, columns = here != IGNORE_INDEX, turned[:, 16:40]
+        found = module.scaled_gradient(part.to(DEVICE), here - first, log_sum, counts, float8.FACTOR, columns)
+        torch.testing.assert_close(losses.cpu(), wanted_losses)
+        same(found, wanted, FEW[kind])
+        same(turned, wanted_turned, FEW[kind])
+        assert not found[[3, 7]].float().any()

@@ -63,7 +63,7 @@ def test_every_fused_block_uses_the_faster_kernel(timed_shapes: list[tuple[int, 
 def test_nothing_is_timed_without_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = training_of(kernels="eager")
     assert autotune.fastest_mlp(job(), Layout(), training_of(), torch.bfloat16, CPU) is None
-    assert autotune.fastest_mlp(job(), Layout(tp=2, sequence_parallel=False), training_of(), torch.bfloat16, GPU) is None
+    assert autotune.fastest_mlp(job(), Layout(tp=2), training_of(tp_chunks=2), torch.bfloat16, GPU) is None
     assert autotune.fastest_mlp(job(), Layout(), eager, torch.bfloat16, GPU) is None
     assert autotune.fastest_mlp(job().changed(precision="fp32"), Layout(), training_of(), torch.float32, GPU) is None
     assert autotune.fastest_mlp(job().changed(precision="fp8"), Layout(), training_of(), torch.bfloat16, GPU) is None

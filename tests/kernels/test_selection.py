@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallel.harness import job_of, training_of
-from ultrascale.kernels.selection import Kernels, choose, why_not_fused
+from ultrascale.kernels.selection import Kernels, choose, why_not_chunked, why_not_fused
 from ultrascale.specs.layout import Layout
 
 ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, single_microbatch=True, cuda_graphs=True)
@@ -27,7 +27,7 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
         ({"gas": 2}, "single_microbatch"),
         ({"dp": 2}, "single_microbatch"),
         ({"tp": 2}, "compiled single_microbatch"),
-        ({"tp": 2, "sequence_parallel": False}, "fused compiled single_microbatch"),
+        ({"tp": 2, "sequence_parallel": False}, "compiled single_microbatch"),
         ({"tp": 2, "recompute": "full"}, "compiled single_microbatch"),
         ({"cp": 2}, "compiled single_microbatch"),
         ({"cp": 2, "tp": 2, "recompute": "selective"}, "compiled single_microbatch"),
@@ -51,11 +51,11 @@ def test_a_layout_decides(fields: dict[str, Any], off: str) -> None:
         ("fp16", 1, "ends", False),
         ("fp16", 2, "ends", False),
         ("fp8", 1, "none", True),
-        ("fp8", 2, "none", False),
+        ("fp8", 2, "none", True),
         ("fp8", 2, "head", True),
     ],
 )
-def test_fp16_and_a_cut_fp8_head_have_their_loss_whole(precision: str, tp: int, keep: str, chunked: bool) -> None:
+def test_only_fp16_has_its_loss_whole(precision: str, tp: int, keep: str, chunked: bool) -> None:
     assert choose(job_of("llama", precision=precision), Layout(tp=tp), training_of(fp8_keep=keep), "cuda").loss == chunked
 
 
@@ -78,6 +78,25 @@ def test_unfused_blocks_are_reported(family: str, fields: dict[str, Any], word: 
 def test_a_document_mask_excludes_cuda_graphs_alone() -> None:
     found = choose(job_of("llama"), Layout(), training_of(document_mask=True), "cuda")
     assert {name for name, used in vars(found).items() if not used} == {"cuda_graphs"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 2},
+        {"cp": 2},
+        {"recompute": "full"},
+        {"pp": 2, "gas": 4, "schedule": "zero-bubble"},
+        {"pp": 2, "gas": 4, "schedule": "zb-v", "virtual_stages": 2, "tp": 2, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_fp8_is_fused_under_every_cut(fields: dict[str, Any]) -> None:
+    model = job_of("llama").model.model_copy(update={"hidden": 64, "kv_heads": 4, "ffn": 96})
+    job = job_of(model, precision="fp8")
+    assert why_not_fused(job, Layout(**fields), training_of()) is None
+    whole = why_not_chunked(job, Layout(**fields), training_of(tp_chunks=2), "cuda")
+    assert whole == ("matmuls in fp8 take whole operands" if "tp" in fields else "layers are not cut (tp = 1)")
 
 
 def test_options_are_reported() -> None:

@@ -285,6 +285,37 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("deep", {"pp": 2, "cp": 2, "gas": 4, "recompute": "full", "schedule": "zero-bubble"}),
 ]
 
+# In fp8, whose fused blocks keep and gather less; the model's first and last stay in bf16.
+FP8: list[tuple[str, dict[str, Any]]] = [
+    ("deep", {"tp": 2, "gas": 2}),
+    ("gqa", {"tp": 2, "gas": 2, "recompute": "full", "recompute_layers": 2}),
+    ("deep", {"pp": 4, "tp": 2, "gas": 8, "dp": 2, "zero": 3}),
+    ("gqa", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("deep", {"pp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("deep", {"pp": 4, "tp": 2, "gas": 4, "sequence_parallel": False}),
+]
+FP8_SLOW: list[tuple[str, dict[str, Any]]] = [
+    ("deep", {"gas": 2}),
+    ("deep", {"gas": 2, "mbs": 2, "recompute": "selective"}),
+    ("deep", {"gas": 2, "recompute": "full"}),
+    ("deep", {"cp": 2, "gas": 2}),
+    ("deep", {"tp": 2, "gas": 2, "recompute": "selective"}),
+    ("deep", {"tp": 2, "gas": 2, "recompute": "full"}),
+    ("gqa", {"tp": 2, "dp": 2, "zero": 3, "gas": 2}),
+    ("gqa", {"tp": 2, "gas": 4, "recompute": "selective", "sequence_parallel": False}),
+    ("deep", {"pp": 4, "gas": 8, "dp": 2, "zero": 3}),
+    ("deep", {"pp": 4, "tp": 2, "gas": 8, "dp": 2, "zero": 2}),
+    ("deep", {"pp": 4, "cp": 2, "gas": 8, "dp": 2, "zero": 1}),
+    ("deep", {"pp": 4, "tp": 2, "cp": 2, "gas": 8, "mbs": 2, "recompute": "selective"}),
+    ("deep", {"pp": 4, "tp": 4, "gas": 8, "recompute": "full", "mbs": 2}),
+    ("deep", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("deep", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective", "recompute_layers": 1}),
+    ("deep", {"pp": 2, "tp": 2, "gas": 4, "schedule": "v-half", "recompute": "full", "recompute_layers": 2, **TWO}),
+    ("deep", {"pp": 2, "tp": 2, "gas": 6, "schedule": "dualpipe-v", **TWO}),
+    ("deep", {"pp": 2, "dp": 2, "gas": 4, "zero": 3, "schedule": "zb-v", **TWO}),
+    ("deep", {"pp": 2, "gas": 6, "schedule": "v-min", **TWO}),
+]
+
 # How far the estimate may be off: states and what is sent not at all.
 BOUNDS = {"activations, buffers": 0.03, "all tensors at the peak": 0.03, "FLOPs": 0.005}
 SCALARS = 1024

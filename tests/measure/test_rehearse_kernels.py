@@ -12,11 +12,13 @@ import pytest
 import torch
 from rehearse_layouts import job_and_layout, terms
 
-from ultrascale.kernels import fused, loss, selection
+from ultrascale.kernels import float8, float8_block, fused, loss, selection
+from ultrascale.kernels.float8_gemm import E4M3, E5M2, Float8Weight, GemmOperand
+from ultrascale.measure import rehearse_float8
 from ultrascale.measure import rehearse_rank as rehearse_module
 from ultrascale.measure import rehearse_world as stand_ins
 from ultrascale.measure.calibrate_runs import CalibrationRun, load
-from ultrascale.measure.rehearse import COMPILED, EAGER, engine_of, kernels_of, notes, rehearse
+from ultrascale.measure.rehearse import COMPILED, EAGER, EMULATED, engine_of, kernels_of, notes, rehearse
 from ultrascale.measure.rehearse_rank import rehearse_rank
 from ultrascale.model import operators
 from ultrascale.model.transformer import CausalAttention, Transformer
@@ -66,6 +68,44 @@ def test_a_stand_in_kernel_has_the_outputs_of_the_real_one(name: str) -> None:
     actual, wanted = (getattr(one, word)(*arguments) for one in (stand_ins, owner))
     one_by_one = zip(*(each if isinstance(each, tuple) else (each,) for each in (actual, wanted)), strict=True)
     assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in one_by_one)
+
+
+SCALAR = torch.ones(())
+OPERAND = GemmOperand(numbers(N, H).to(E4M3), SCALAR)
+NORM = (torch.ones(N), numbers(H))
+HEAD = (numbers(N, F), torch.zeros(N, dtype=torch.int64))
+WEIGHT = Float8Weight(OPERAND.data, SCALAR, torch.bfloat16)
+FP8_TWINS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "cast_rows": (float8_block, (numbers(N, H),)),
+    "cast_rows of a gathered weight": (float8_block, (WEIGHT,)),
+    "norm_cast": (float8_block, (numbers(N, H), numbers(N, H), numbers(H), 1e-5)),
+    "gate_cast": (float8_block, (numbers(N, 2 * F),)),
+    "cast_transposed": (float8_block, (numbers(N, H), SCALAR)),
+    "cast_transposed of a gathered weight": (float8_block, (WEIGHT, SCALAR)),
+    "cast_and_transpose": (float8_block, (numbers(N, H),)),
+    "cast": (float8_block, (numbers(N, H), SCALAR, E5M2, NORM)),
+    "transpose": (float8_block, (OPERAND,)),
+    "transpose into columns": (float8_block, (OPERAND, torch.empty(H, N, dtype=E4M3))),
+    "amax": (float8_block, (numbers(N, H),)),
+    "norm_backward": (float8_block, (numbers(N, H), numbers(N, H), *NORM, numbers(N, H))),
+    "norm_backward_cast": (float8_block, (numbers(N, H), numbers(N, H), *NORM, numbers(N, H), SCALAR)),
+    "gate_backward_cast": (float8_block, (numbers(N, F), numbers(N, 2 * F), SCALAR, SCALAR)),
+    "scaled_gradient": (float8, (*HEAD, torch.empty(N), torch.empty(F, N, dtype=E5M2))),
+    "shard_scaled_gradient": (float8, (*HEAD, 0, torch.zeros(2, 2, N), torch.empty(N), torch.empty(F, N, dtype=E5M2))),
+}
+
+
+def tensors_of(value: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return (
+        [(value.shape, value.dtype)] if isinstance(value, torch.Tensor) else [one for part in value for one in tensors_of(part)]
+    )
+
+
+@pytest.mark.parametrize("name", FP8_TWINS)
+def test_a_stand_in_fp8_kernel_has_the_outputs_of_the_real_one(name: str) -> None:
+    (owner, arguments), word = FP8_TWINS[name], name.split()[0]
+    stand_in = {**rehearse_float8.BLOCK, **rehearse_float8.HEAD}[word]
+    assert tensors_of(stand_in(*arguments)) == tensors_of(getattr(owner, word)(*arguments))
 
 
 def test_a_stand_in_addmm_allocates_no_extra_tensor() -> None:
@@ -151,15 +191,16 @@ def test_chunks_of_tensor_parallelism_need_no_more_memory(fields: dict[str, Any]
 
 def test_which_kernels_are_rehearsed() -> None:
     job, layout = job_and_layout("gqa", {"dp": 2}, "fused")
-    assert kernels_of(job, "meta") == "fused"
-    assert kernels_of(job, "meta", "eager") == "eager"
+    assert kernels_of(job, layout, "meta") == "fused"
+    assert kernels_of(job, layout, "meta", "eager") == "eager"
     cpu = job.changed(cluster=Cluster.load("2xcpu"))
-    assert kernels_of(cpu, "meta") == "eager"
-    narrow = job.changed(precision="fp8")
-    assert kernels_of(narrow, "meta") == "eager"
-    assert kernels_of(narrow, "cuda") == "fused"
+    assert kernels_of(cpu, layout, "meta") == "eager"
+    assert kernels_of(job.changed(precision="fp8"), layout, "meta") == "fused"
+    odd, whole = job_and_layout("odd", {"precision": "fp8"}, "fused")
+    assert kernels_of(odd, whole, "meta") == "eager"
+    assert kernels_of(odd, whole, "cuda") == "fused"
     with pytest.raises(SpecError, match="try eager, or --device cuda"):
-        kernels_of(narrow, "meta", "fused")
+        kernels_of(odd, whole, "meta", "fused")
     (one,) = rehearse(job, layout)
     assert one.kernels == "fused"
     (one,) = rehearse(job, layout, kernels="eager")
@@ -174,6 +215,8 @@ def test_notes_name_differences_to_a_gpu() -> None:
     assert notes(*job_and_layout("odd", {}, "fused"), "meta", "fused") == [COMPILED]
     assert notes(*job_and_layout("gqa", {"tp": 2}, "fused"), "meta", "fused") == []  # a GPU runs it operator by operator, too
     assert notes(*fused_, "cuda", "fused") == []
+    assert notes(*job_and_layout("gqa", {"tp": 2, "precision": "fp8"}, "fused"), "meta", "fused") == []
+    assert EMULATED in notes(*job_and_layout("odd", {"precision": "fp8"}, "eager"), "meta", "eager")
 
 
 def runs() -> list[Any]:

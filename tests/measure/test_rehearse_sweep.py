@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rehearse_layouts import FAST, SLOW, job_and_layout, named, rehearsed_terms, terms, within
+from rehearse_layouts import FAST, FP8, FP8_SLOW, SLOW, job_and_layout, named, rehearsed_terms, terms, within
 
 from ultrascale.measure.rehearse import COMPILED, notes
 
@@ -36,6 +36,20 @@ def test_estimate_equals_a_gpus_memory_and_work(model: str, fields: dict[str, An
         f"{name}: predicted {one.predicted:,.0f}, rehearsed {one.rehearsed:,.0f}" for name, one in found if not within(one)
     ]
     assert not missed, "\n".join(missed)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    FP8 + [pytest.param(*one, marks=pytest.mark.slow) for one in FP8_SLOW],
+    ids=[named(*one) for one in FP8 + FP8_SLOW],
+)
+def test_estimate_equals_the_memory_and_work_of_fused_fp8_blocks(model: str, fields: dict[str, Any]) -> None:
+    """What is sent to the byte, and all tensors at the peak to 1 %."""
+    for name, one in rehearsed_terms(model, {**fields, "precision": "fp8"}, "fused"):
+        if one.label == "all tensors at the peak":
+            assert abs(one.difference) < 0.01, name
+        elif one.label != "activations, buffers":
+            assert within(one), name
 
 
 @pytest.mark.parametrize("gas", [1, 2])

@@ -19,10 +19,10 @@ from parallel.harness import family
 from ultrascale.measure.verify import verify
 from ultrascale.measure.verify_layouts import small_job
 from ultrascale.parallel import context, tensor
+from ultrascale.parallel.comm import SINGLE_RANK
 from ultrascale.parallel.data import BucketedGrads
 from ultrascale.parallel.expert import TokenDispatcher
 from ultrascale.parallel.pipeline import Pipeline
-from ultrascale.parallel.tensor import SINGLE_RANK
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training

@@ -16,9 +16,8 @@ from ultrascale.kernels import loss, selection
 from ultrascale.kernels.selection import Kernels
 from ultrascale.launch import local
 from ultrascale.parallel import comm, data
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import SINGLE_RANK, Axis
 from ultrascale.parallel.data import mean_start
-from ultrascale.parallel.tensor import SINGLE_RANK
 from ultrascale.specs.layout import Layout
 from ultrascale.train.engine import Engine
 

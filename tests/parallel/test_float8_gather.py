@@ -16,7 +16,7 @@ from ultrascale.kernels.float8_gemm import E4M3, Float8Gemms, Float8Weight, quan
 from ultrascale.kernels.selection import Kernels
 from ultrascale.measure.rehearse_tracker import OperatorTracker
 from ultrascale.model.transformer import Transformer
-from ultrascale.parallel.tensor import SINGLE_RANK
+from ultrascale.parallel.comm import SINGLE_RANK
 from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.layout import Layout

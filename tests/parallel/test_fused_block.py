@@ -70,6 +70,19 @@ slow = pytest.mark.slow
         pytest.param({"pp": 2, "dp": 2, "gas": 4, "schedule": "zero-bubble"}, marks=slow),
         pytest.param({"pp": 2, "dp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"}, marks=slow),
         pytest.param({"pp": 2, "dp": 2, "gas": 4, "zero": 2, "schedule": "zero-bubble"}, marks=slow),
+        *(
+            {"tp": 2, "sequence_parallel": False, **fields}
+            for fields in ({"gas": 2}, {"gas": 1, "mbs": 3, "recompute": "full"})
+        ),
+        {"tp": 2, "sequence_parallel": False, "pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"},
+        *(
+            pytest.param({"tp": 2, "sequence_parallel": False, **fields}, marks=slow)
+            for fields in (
+                {"dp": 2, "zero": 3, "gas": 2, "recompute": "selective"},
+                {"cp": 2, "context_parallel": "zigzag", "gas": 2},
+                {"pp": 2, "gas": 4, "schedule": "zb-v", "virtual_stages": 2, "mbs": 2},
+            )
+        ),
     ],
     ids=str,
 )

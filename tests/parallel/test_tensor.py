@@ -10,13 +10,16 @@ import torch.distributed as dist
 
 from parallel.harness import check
 from ultrascale.kernels import selection
+from ultrascale.kernels.float8 import Float8Head
+from ultrascale.kernels.loss import linear_cross_entropy
 from ultrascale.kernels.selection import Kernels
 from ultrascale.launch import local
-from ultrascale.model.transformer import IGNORE_INDEX, CrossEntropy
+from ultrascale.model.transformer import IGNORE_INDEX, CrossEntropy, Transformer
 from ultrascale.parallel import vocab_loss
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.tensor import VocabParallelCrossEntropy
-from ultrascale.parallel.vocab_loss import vocab_parallel_cross_entropy
+from ultrascale.parallel.vocab_loss import VocabParallelChunkedHead, VocabParallelFloat8Head, vocab_parallel_cross_entropy
+from ultrascale.specs.model import Model
 
 slow = pytest.mark.slow
 
@@ -196,4 +199,58 @@ def test_chunked_loss_and_gradients_of_ranks(nproc: int, batch: int, chunk: int,
         close(found, loss.detach())
         close(evaluated, loss.detach())
         close(grad_hidden, (hidden.grad.chunk(nproc, dim=1)[rank] if sequence else hidden.grad).flatten(0, 1))
+        close(grad_weight, weight.grad.chunk(nproc)[rank])
+
+
+def _float8_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [2, 96, 32], the rows of each sequence of another size, a weight of 64 rows, targets of which some are
+    ignored.
+    """
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 96, 32, generator=generator) * torch.tensor([1.0, 20.0]).view(2, 1, 1)
+    targets = torch.randint(64, (2, 96), generator=generator)
+    targets[:, ::3] = targets[0, :3] = IGNORE_INDEX
+    return hidden, torch.randn(64, 32, generator=generator), targets
+
+
+def _float8_loss(rank: int, nproc: int, store: str, sequence: bool, chunk: int) -> list[torch.Tensor]:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
+    hidden, weight, targets = _float8_inputs()
+    axis = Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    plain = Transformer(Model(name="head", layers=1, hidden=32, heads=4, kv_heads=4, ffn=32, vocab=64)).head
+    assert plain is not None
+    head = VocabParallelFloat8Head(VocabParallelChunkedHead(plain, axis, sequence))
+    head.linear.weight = torch.nn.Parameter(weight.chunk(nproc)[rank].clone())
+    mine = (hidden.chunk(nproc, dim=1)[rank] if sequence else hidden).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_loss, "vocab_parallel_cross_entropy", partial(vocab_parallel_cross_entropy, chunk=chunk))
+        loss = head.loss(mine, targets)
+        with torch.no_grad():
+            evaluated = head.loss(mine, targets)
+    (3 * loss).backward()
+    assert mine.grad is not None
+    assert head.linear.weight.grad is not None
+    dist.destroy_process_group()
+    return [loss.detach(), evaluated, mine.grad, head.linear.weight.grad]
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize(("nproc", "chunk"), [(2, 8), (2, 1000), (4, 8), (4, 5)])
+def test_float8_loss_of_a_cut_vocabulary(nproc: int, chunk: int, sequence: bool) -> None:
+    """Twelve chunks, in three GEMMs for the weight gradient; one; six; and chunks that fp8 does not support, in fp32."""
+    hidden, weight, targets = _float8_inputs()
+    function = None if chunk == 5 else Float8Head.function
+    rows = hidden.flatten(0, 1).requires_grad_()
+    weight.requires_grad_()
+    loss = linear_cross_entropy(rows, weight, targets.flatten(), function=function)
+    (3 * loss).backward()
+    assert rows.grad is not None
+    assert weight.grad is not None
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    for rank, (found, evaluated, grad_hidden, grad_weight) in enumerate(
+        local.run(_float8_loss, nproc, sequence, chunk, timeout_s=60)
+    ):
+        close(found, loss.detach())
+        close(evaluated, loss.detach())
+        close(grad_hidden, rows.grad.view(2, 96, 32).chunk(nproc, dim=1)[rank] if sequence else rows.grad.view(2, 96, 32))
         close(grad_weight, weight.grad.chunk(nproc)[rank])

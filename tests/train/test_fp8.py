@@ -12,16 +12,16 @@ import torch
 
 from conftest import Run
 from parallel.harness import RankResult, gradient_errors, in_ranks, job_of, one_process, relative, train, training_of
-from ultrascale.kernels import float8
+from ultrascale.kernels import float8, selection
 from ultrascale.kernels.float8 import Float8Linear
-from ultrascale.kernels.selection import left_in_bf16
+from ultrascale.kernels.selection import Kernels, left_in_bf16
 from ultrascale.launch import launcher
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
-from ultrascale.specs.training import Fp8Scaling
+from ultrascale.specs.training import Fp8Keep, Fp8Scaling
 from ultrascale.train import checkpoint
 from ultrascale.train.request import Overrides, from_checkpoint, from_model, from_words
 
@@ -64,6 +64,57 @@ def test_against_one_process(scaling: Fp8Scaling, fields: dict[str, Any]) -> Non
     job, training = job_of(MODEL, precision="fp8"), training_of(fp8_scaling=scaling, fp8_keep="none")
     layout = Layout(**{"gas": 2, **fields})
     reference = one_process(job, layout.dp * layout.mbs * layout.gas, training)
+    assert_rounds_alike(in_ranks(train, job, layout, training), reference, job)
+
+
+FUSED_LAYOUTS: list[Any] = [
+    {"tp": 2, "mbs": 2},
+    {"tp": 2, "dp": 2, "zero": 3, "recompute": "selective"},
+    {"tp": 2, "recompute": "full"},
+    {"cp": 2, "context_parallel": "ring"},
+    {"pp": 2, "schedule": "zero-bubble", "gas": 4},
+    {"pp": 2, "tp": 2, "schedule": "zero-bubble", "gas": 4},
+    {"recompute": "selective", "recompute_layers": 2},
+    {"recompute": "full"},
+    *(
+        pytest.param(fields, marks=slow)
+        for fields in (
+            {"tp": 4, "gas": 1},
+            {"tp": 2, "sequence_parallel": False, "mbs": 2},
+            {"tp": 2, "sequence_parallel": False, "pp": 2, "gas": 4, "schedule": "zero-bubble", "recompute": "selective"},
+            {"tp": 2, "pp": 2, "gas": 4},
+            {"tp": 2, "dp": 2, "zero": 1},
+            {"tp": 2, "dp": 2, "zero": 3},
+            {"tp": 2, "dp": 2, "zero": 3, "recompute": "full", "recompute_layers": 2},
+            {"cp": 2, "context_parallel": "allgather", "dp": 2, "zero": 3},
+            {"cp": 2, "context_parallel": "zigzag", "tp": 2, "mbs": 2},
+            {"cp": 2, "context_parallel": "ulysses", "recompute": "full"},
+            {"pp": 2, "schedule": "zb-v", "virtual_stages": 2, "gas": 4, "dp": 2, "zero": 3},
+            {"pp": 2, "schedule": "dualpipe-v", "virtual_stages": 2, "gas": 8, "tp": 2, "recompute": "selective"},
+            {"pp": 2, "schedule": "v-half", "virtual_stages": 2, "gas": 4, "tp": 2},
+            {"pp": 2, "schedule": "v-min", "virtual_stages": 2, "gas": 4},
+            {"pp": 2, "schedule": "zero-bubble", "gas": 4, "recompute": "full"},
+            {"pp": 2, "schedule": "zero-bubble", "gas": 4, "recompute": "full", "recompute_layers": 1, "tp": 2},
+            {"pp": 2, "schedule": "zero-bubble", "gas": 4, "cp": 2, "context_parallel": "zigzag", "recompute": "selective"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("keep", ["none", pytest.param("ends", marks=slow)])
+@pytest.mark.parametrize("fields", FUSED_LAYOUTS, ids=str)
+def test_fused_blocks_against_one_process(fields: dict[str, Any], keep: Fp8Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused blocks and the chunked loss, as a GPU runs them, against plain modules in fp8 on one process.
+
+    With four kv heads, so that no two tp ranks round parts of one gradient.
+    """
+    model, choose = MODEL.model_copy(update={"ffn": 128, "kv_heads": 4}), selection.choose
+    job, training, layout = job_of(model, precision="fp8"), training_of(fp8_keep=keep, seed=2), Layout(**{"gas": 2, **fields})
+    reference = one_process(job, layout.dp * layout.mbs * layout.gas, training)
+    found = choose(job, layout, training, "cuda")
+    assert found.fused
+    assert found.loss
+    monkeypatch.setattr(selection, "choose", lambda *_: Kernels(fused=True, loss=True))
     assert_rounds_alike(in_ranks(train, job, layout, training), reference, job)
 
 

@@ -168,7 +168,7 @@ def rehearse(
         raise SpecError("rehearse takes one plan, or --script, or --engine: try `ultrascale rehearse plan.yaml`")
     plan = Plan.load(Path((words or [])[0]))
     measure.check(plan.job, plan.layout, device)
-    ranks, kernels = measure.ranks_of(plan.layout, rank, stage), measure.kernels_of(plan.job, device, kernels)
+    ranks, kernels = measure.ranks_of(plan.layout, rank, stage), measure.kernels_of(plan.job, plan.layout, device, kernels)
     import_torch()
     with progress() as say:
         say(f"rehearsing {len(ranks)} of {plan.layout.gpus:,} ranks")

@@ -9,7 +9,7 @@ import numpy as np
 from ultrascale.cost import host
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import Workload
-from ultrascale.cost.memory.states import RankParameters, compute_bytes, fp8_saving, gradient_bytes, uses_fused_blocks
+from ultrascale.cost.memory.states import FP32, RankParameters, compute_bytes, fp8_saving, gradient_bytes, uses_fused_blocks
 from ultrascale.cost.network import CollectiveTransfer, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
@@ -114,28 +114,48 @@ class TensorTraffic:
     with_sequence: Array
     gathers_gradients_again: Array
     """fused blocks with a split backward keep slices of output gradients, too, for the weight gradients"""
+    narrow_gather: CollectiveTransfer
+    """of fused blocks in fp8"""
+    scales: CollectiveTransfer
+    """of rows, gathered with them in forward"""
+    agreement: CollectiveTransfer
+    """on the scale of an output gradient"""
+    narrow_share: Array
+    """of the layers, those in fp8"""
 
     @property
     def layer_s(self) -> Array:
         """One direction of one layer: each region is entered and left."""
-        region = np.where(self.with_sequence, self.gather.time_s + self.scatter.time_s, self.reduce.time_s)
+        # Either direction waits for scales: they are gathered, or agreed upon.
+        gather_s = self.layer_gather_s + self.narrow_share * self.scales.time_s
+        region = np.where(self.with_sequence, gather_s + self.scatter.time_s, self.reduce.time_s)
         return np.asarray(SUBLAYERS * region)
+
+    @property
+    def layer_gather_s(self) -> Array:
+        return np.asarray(self.gather.time_s + self.narrow_share * (self.narrow_gather.time_s - self.gather.time_s))
 
     @property
     def gather_again_s(self) -> Array:
         """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind matmuls."""
-        return np.where(self.with_sequence, SUBLAYERS * (1 + self.gathers_gradients_again) * self.gather.time_s, 0.0)
+        return np.where(self.with_sequence, SUBLAYERS * (1 + self.gathers_gradients_again) * self.layer_gather_s, 0.0)
 
 
 def tensor_traffic(work: Workload) -> TensorTraffic:
     job, columns, machine, places = work.job, work.columns, work.machine, work.places
-    wide = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
+    tokens, model = columns.tokens(job.seq), job.model
+    wide = compute_bytes(job) * tokens * model.hidden
+    in_fp8 = uses_fused_blocks(job, columns) & (job.precision == "fp8")
     return TensorTraffic(
         transfer(machine, "tensor", "all_gather", wide, places.tensor),
         transfer(machine, "tensor", "reduce_scatter", wide, places.tensor),
         transfer(machine, "tensor", "all_reduce", wide, places.tensor),
         columns.sequence_parallel == 1,
         uses_fused_blocks(job, columns) & columns.split_backward & (columns.pp > 1),
+        transfer(machine, "tensor", "all_gather", tokens * model.hidden, places.tensor),
+        transfer(machine, "tensor", "all_gather", FP32 * tokens, places.tensor),
+        transfer(machine, "tensor", "all_reduce", FP32 + 0.0 * tokens, places.tensor),
+        in_fp8 * max(0, model.layers - 2) / model.layers,
     )
 
 

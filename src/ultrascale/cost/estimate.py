@@ -135,7 +135,7 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
 
     def hardware(causal: bool) -> float:
         recomputed = stages.recomputed_fraction(job, layout)
-        fused = bool(uses_fused_blocks(job, view.row)[0]) and job.precision != "fp8"
+        fused = bool(uses_fused_blocks(job, view.row)[0])
         again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed, fused)
         if layout.recompute == "selective":
             again += recomputed * flops.selective_matmul_flops(job.model, job.framework.selective)

@@ -170,8 +170,7 @@ def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
     """Forward that selective recomputation repeats."""
     fused = uses_fused_blocks(work.job, work.columns)
     gate_and_up = [matmul for matmul in compute.matmuls if matmul.name == "mlp up"]
-    wide = operators.matmul_passes(work.machine, gate_and_up).forward * (work.job.precision != "fp8")
-    return np.where(fused, wide, _plain_selective_s(work, compute))
+    return np.where(fused, operators.matmul_passes(work.machine, gate_and_up).forward, _plain_selective_s(work, compute))
 
 
 def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:

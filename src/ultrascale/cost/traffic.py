@@ -120,6 +120,11 @@ class Stage:
     def params(self) -> states.RankParameters:
         return states.on_rank(self.job.model, self.row, self.share, self.shards)
 
+    @cached_property
+    def fp8_layers(self) -> int:
+        """In fused blocks."""
+        return int(states.fused_fp8_layers(self.job, self.row, self.share)[0])
+
     @property
     def last_gradient(self) -> float:
         """Bytes of an element's gradient when they are reduced at the end: ZeRO has cut it in parts, FSDP's are in fp32."""
@@ -180,11 +185,13 @@ def _tensor(stage: Stage) -> Calls:
         gathered = job.framework.gathered_inputs
         kept_slices = 0 if gathered else stage.layers + dense
         gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered else 2) * head
-        yield inside.gather, gas * gathers
-        if inside.gathers_gradients_again[0]:
-            yield inside.gather, communication.SUBLAYERS * _deferred_layers(stage)
-            if layout.recompute == "selective":
-                yield inside.gather, _deferred_layers(stage, layout.recompute_layers)
+        narrow = _narrow_gathers(stage)
+        yield inside.gather, gas * gathers + _gathers_again(stage) - narrow
+        if narrow:
+            inner = gas * communication.SUBLAYERS * stage.fp8_layers
+            yield inside.narrow_gather, narrow
+            yield inside.scales, inner + gas * communication.SUBLAYERS * _recomputed_fp8_layers(stage)
+            yield inside.agreement, inner
         yield inside.scatter, gas * (2 * regions + left + stage.embedding + head)
     else:
         yield inside.reduce, gas * (2 * regions + left + stage.embedding + head)
@@ -209,13 +216,46 @@ def _chunked_loss(stage: Stage) -> Calls:
         yield transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor), stage.layout.gas * chunks
 
 
-def _deferred_layers(stage: Stage, most: int | None = None) -> int:
-    """Layers of all micro-batches whose weight gradients are deferred; `most` of each chunk."""
+def _gathers_again(stage: Stage, in_fp8: bool = False) -> int:
+    """Gathers for deferred weight gradients of fused blocks; of all of them, or of those in fp8."""
+    if not communication.tensor_traffic(stage.work).gathers_gradients_again[0]:
+        return 0
+    recomputed = _deferred_layers(stage, stage.layout.recompute_layers, in_fp8) if stage.layout.recompute == "selective" else 0
+    return communication.SUBLAYERS * _deferred_layers(stage, None, in_fp8) + recomputed
+
+
+def _narrow_gathers(stage: Stage) -> int:
+    """Gathers in fp8 of one step: in each forward, of output gradients, and of what the norm's output was."""
+    layers = 3 * stage.fp8_layers + _recomputed_fp8_layers(stage)
+    again = _gathers_again(stage, in_fp8=True) if stage.fp8_layers else 0
+    return stage.layout.gas * communication.SUBLAYERS * layers + again
+
+
+def _recomputed_fp8_layers(stage: Stage) -> int:
+    """Layers in fp8 whose forward is recomputed in full, on all chunks of a stage."""
+    if stage.layout.recompute != "full" or not stage.fp8_layers:
+        return 0
+    own = stages_of(stage.index, stage.layout.pp, stage.layout.virtual_stages, REGISTRY[stage.layout.schedule].v_shaped)
+    each = _first_layers(stage, stage.layout.recompute_layers, in_fp8=True)
+    return sum(each[chunk] for chunk in own)
+
+
+def _deferred_layers(stage: Stage, most: int | None, in_fp8: bool) -> int:
+    """Layers of all micro-batches whose weight gradients are deferred."""
     layout = stage.layout
-    layers = stages.chunk_layers(stage.job, layout.pp, layout.virtual_stages)
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
-    each = [min(count, most or count) for count in layers]
+    each = _first_layers(stage, most, in_fp8)
     return sum(each[action.stage] for action in actions if action.kind is ActionKind.W)
+
+
+def _first_layers(stage: Stage, most: int | None, in_fp8: bool) -> list[int]:
+    """The first layers of every chunk, at most so many, less the model's first and last where only those in fp8 count."""
+    layers = stages.chunk_layers(stage.job, stage.layout.pp, stage.layout.virtual_stages)
+    each = [min(count, most or count) for count in layers]
+    if in_fp8:
+        each[0] -= 1
+        each[-1] -= each[-1] == layers[-1] - (len(layers) == 1)
+    return [max(0, count) for count in each]
 
 
 def _repeated_weights(stage: Stage) -> Calls:

@@ -25,7 +25,7 @@ class DeferredWeightGrads:
         return self.open
 
     def compute(
-        self, parameters: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *operands: Tensor
+        self, parameters: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *operands: object
     ) -> Sequence[Tensor | None]:
         """The gradients of leaves, `function(*operands)`; while open, it is queued and each is None."""
 

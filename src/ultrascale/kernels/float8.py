@@ -5,19 +5,19 @@ Grouped GEMMs of experts, routers and embeddings stay. The arithmetic is in kern
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ultrascale.kernels import loss
-from ultrascale.kernels.float8_block import Float8Block, amax_bound, cast_rows, cast_transposed
+from ultrascale.kernels import float8_block, loss
+from ultrascale.kernels.float8_block import Float8Block, amax_bound
 from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.transformer import MLP, Head, MultiLinear, Transformer
+from ultrascale.model.transformer import IGNORE_INDEX, MLP, Head, MultiLinear, Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS, Fp8Keep, Fp8Scaling
 
@@ -39,8 +39,18 @@ class Float8Linear(nn.Linear):
         return f"{tuple(self.weight.shape)}, fp8 with a scale per {self.gemms.scaling}"
 
 
-def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.device) -> None:
-    """Replaces GEMMs by fp8 ones if the kernel supports their sizes; names and parameters stay."""
+def apply(
+    model: Transformer,
+    scaling: Fp8Scaling,
+    keep: Fp8Keep,
+    device: torch.device,
+    fused_block: Callable[[FusedBlock], FusedBlock] = Float8Block,
+    chunked_head: Callable[[ChunkedHead], ChunkedHead] | None = None,
+) -> None:
+    """Replaces GEMMs by fp8 ones if the kernel supports their sizes; names and parameters stay.
+
+    `fused_block` and `chunked_head`: the fp8 forms of the model's, where tensor parallelism cuts them.
+    """
     if device.type == "cuda":
         check(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), scaling)
     gemms = Float8Gemms(scaling)
@@ -49,7 +59,7 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
         if int(index) in ends:
             continue
         if isinstance(block, FusedBlock):
-            model.blocks[index] = Float8Block(block)
+            model.blocks[index] = fused_block(block)
             continue
         _multi_linear(block.attention.qkv, gemms)
         block.attention.out = _linear(block.attention.out, gemms)
@@ -58,7 +68,7 @@ def apply(model: Transformer, scaling: Fp8Scaling, keep: Fp8Keep, device: torch.
             _multi_linear(mlp.inputs, gemms)
             mlp.down = _linear(mlp.down, gemms)
     if keep == "none" and model.head is not None:
-        model.head = _head(model.head, gemms)
+        model.head = _head(model.head, gemms, chunked_head or Float8Head)
 
 
 def weights(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -113,11 +123,11 @@ def _multi_linear(multi_linear: MultiLinear, gemms: Float8Gemms) -> None:
         setattr(multi_linear, name, _linear(linear, gemms))
 
 
-def _head(head: Head, gemms: Float8Gemms) -> Head:
+def _head(head: Head, gemms: Float8Gemms, chunked_head: Callable[[ChunkedHead], ChunkedHead]) -> Head:
     if not _fits(head.linear, gemms):
         return head
     if isinstance(head, ChunkedHead):
-        return Float8Head(head)
+        return chunked_head(head)
     head.linear = _linear(head.linear, gemms)
     return head
 
@@ -140,13 +150,13 @@ class _LinearCrossEntropy(LinearCrossEntropy):
             return LinearCrossEntropy.forward(ctx, hidden, weight, targets, chunk, with_grad)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        narrow, table = cast_rows(hidden), cast_rows(weight)
+        narrow, table = float8_block.cast_rows(hidden), float8_block.cast_rows(weight)
         parts = *narrow, targets, losses
         if not with_grad:
             for data, scale, wanted, lost in _split(parts, chunk):
                 loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
             return losses.sum()
-        transposed, of_hidden = cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
+        transposed, of_hidden = float8_block.cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
         for rows, *group in _split((hidden, *parts, grad_hidden), CHUNKS_PER_GEMM * chunk):
@@ -158,7 +168,7 @@ class _LinearCrossEntropy(LinearCrossEntropy):
                 gradient = scaled_gradient(logits, wanted, lost, columns)
                 del logits  # before the next chunk's are allocated
                 out.copy_(multiply(GemmOperand(gradient, back), transposed, hidden.dtype))
-            part = multiply(GemmOperand(gradients, back), cast_transposed(rows, of_hidden), wide)
+            part = multiply(GemmOperand(gradients, back), float8_block.cast_transposed(rows, of_hidden), wide)
             grad_weight = part if grad_weight is None else grad_weight.add_(part)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
@@ -168,7 +178,7 @@ class _LinearCrossEntropy(LinearCrossEntropy):
 class Float8Head(ChunkedHead):
     """A chunked head in fp8."""
 
-    function = _LinearCrossEntropy
+    function: type[LinearCrossEntropy] | None = _LinearCrossEntropy
 
 
 def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor) -> Tensor:
@@ -178,6 +188,20 @@ def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed:
 
         return loss_triton.loss_and_scaled_gradient(logits, targets, losses, FACTOR, transposed)
     narrow = (loss.loss_and_gradient(logits, targets, losses) * FACTOR).to(transposed.dtype)
+    transposed.copy_(narrow.t())
+    return narrow
+
+
+def shard_scaled_gradient(
+    logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor, transposed: Tensor
+) -> Tensor:
+    """The same of the columns of a vocabulary from `first` on; statistics [shards, 2, n]: those of all columns."""
+    if logits.is_cuda:
+        from ultrascale.kernels import loss_triton
+
+        log_sum = loss.shard_loss(statistics, targets, losses)
+        return loss_triton.scaled_gradient(logits, targets - first, log_sum, targets != IGNORE_INDEX, FACTOR, transposed)
+    narrow = (loss.shard_gradient(logits, targets, first, statistics, losses) * FACTOR).to(transposed.dtype)
     transposed.copy_(narrow.t())
     return narrow
 

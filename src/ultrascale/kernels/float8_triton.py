@@ -113,7 +113,8 @@ def gate_cast(both: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast(  # type: ignore[no-untyped-def]
     x, largest, roots, gain, out, transposed, scale, rows, columns,
-    LIMIT: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LIMIT: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, TURN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     factor = _factor(tl.load(largest), LIMIT)
     down = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -128,19 +129,37 @@ def _cast(  # type: ignore[no-untyped-def]
     if KEEP:
         tl.store(out + down * columns + across, _rounded(wide, factor, LIMIT, out.dtype.element_ty), mask=inside)
         factor = _factor(tl.load(largest, volatile=True), LIMIT)  # see the docstring of this file
-    narrow = _rounded(wide, factor, LIMIT, transposed.dtype.element_ty)
-    tl.store(transposed + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
+    if TURN:
+        narrow = _rounded(wide, factor, LIMIT, transposed.dtype.element_ty)
+        tl.store(transposed + across.trans() * rows + down.trans(), narrow.trans(), mask=inside.trans())
+
+
+Norm = tuple[torch.Tensor, torch.Tensor]
+"""reciprocal roots of the rows and gain: a norm that is applied first"""
 
 
 def cast_transposed(
-    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, norm: tuple[torch.Tensor, torch.Tensor] | None = None
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, norm: Norm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, c] in fp8 and transposed, and its scale. `norm`: reciprocal roots of the rows and gain, applied first."""
+    """x [n, c] in fp8 and transposed, and its scale."""
     transposed, scale = torch.empty(x.shape[::-1], dtype=dtype, device=x.device), _scale(x)
     _cast[_tiles(*x.shape)](
-        x, largest, *(norm or (x, x)), x, transposed, scale, *x.shape, NORM=norm is not None, KEEP=False, **_tile_options(dtype)
-    )
+        x, largest, *(norm or (x, x)), x, transposed, scale, *x.shape,
+        NORM=norm is not None, KEEP=False, TURN=True, **_tile_options(dtype),
+    )  # fmt: skip
     return transposed, scale
+
+
+def cast(
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, norm: Norm | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, c] in fp8, not transposed, and its scale."""
+    out, scale = torch.empty(x.shape, dtype=dtype, device=x.device), _scale(x)
+    _cast[_tiles(*x.shape)](
+        x, largest, *(norm or (x, x)), out, out, scale, *x.shape,
+        NORM=norm is not None, KEEP=True, TURN=False, **_tile_options(dtype),
+    )  # fmt: skip
+    return out, scale
 
 
 def cast_and_transpose(
@@ -149,8 +168,26 @@ def cast_and_transpose(
     """x [n, c] in fp8, not transposed and transposed, and the scale of both."""
     out, transposed = (torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.shape[::-1]))
     scale = _scale(x)
-    _cast[_tiles(*x.shape)](x, largest, x, x, out, transposed, scale, *x.shape, NORM=False, KEEP=True, **_tile_options(dtype))
+    _cast[_tiles(*x.shape)](
+        x, largest, x, x, out, transposed, scale, *x.shape, NORM=False, KEEP=True, TURN=True, **_tile_options(dtype)
+    )
     return out, transposed, scale
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _transpose(x, out, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    down = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    across = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (down < rows) & (across < columns)
+    tile = tl.load(x + down * columns + across, mask=inside)
+    tl.store(out + across.trans() * stride + down.trans(), tile.trans(), mask=inside.trans())
+
+
+def transpose(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes x [n, c], of one byte per element, to `out` [c, n]: columns of a matrix."""
+    grid = triton.cdiv(x.shape[0], COLUMNS), triton.cdiv(x.shape[1], COLUMNS)
+    narrow, turned = (one.view(torch.uint8) for one in (x, out))
+    _transpose[grid](narrow, turned, *x.shape, out.stride(0), ROWS=COLUMNS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:

@@ -113,12 +113,18 @@ def shard_gradient(logits: Tensor, targets: Tensor, first: int, statistics: Tens
 
         loss_triton.shard_gradient_(logits, targets, first, statistics, losses)
         return logits
-    log_sum, counts = statistics[:, 0].logsumexp(dim=0), targets != IGNORE_INDEX
-    losses.copy_((log_sum - statistics[:, 1].sum(dim=0)) * counts)
+    log_sum, counts = shard_loss(statistics, targets, losses), targets != IGNORE_INDEX
     gradient = (logits.to(losses.dtype) - log_sum.unsqueeze(-1)).exp_()
     local, here = _local(targets, first, logits.shape[1])
     gradient.scatter_add_(-1, local, -here.to(gradient.dtype).unsqueeze(-1))
     return (gradient * counts.unsqueeze(-1)).to(logits.dtype)
+
+
+def shard_loss(statistics: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """Writes each token's loss to `losses`, from the statistics of all shards; returns the log-sum-exp of all its logits."""
+    log_sum = statistics[:, 0].logsumexp(dim=0)
+    losses.copy_((log_sum - statistics[:, 1].sum(dim=0)) * (targets != IGNORE_INDEX))
+    return log_sum
 
 
 def _local(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ gain of each in docs/kernels/loss.md.
 """
 
 # No postponed annotations: Triton reads them.
+import math
+
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -149,6 +151,30 @@ def loss_and_scaled_gradient(
     _row[(rows,)](
         logits, targets, losses, sums, factor, IGNORE_INDEX, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS
     )
+    return _scaled_tiles(logits, targets, sums, factor, transposed)
+
+
+def scaled_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_sum: torch.Tensor,
+    counts: torch.Tensor,
+    factor: float,
+    transposed: torch.Tensor,
+) -> torch.Tensor:
+    """The same of logits [n, v], columns of a vocabulary, from the log-sum-exp of all its columns and which targets count.
+
+    Targets are columns of these logits; others are in other columns.
+    """
+    sums = torch.where(counts, log_sum - math.log(factor), math.inf)
+    return _scaled_tiles(logits, targets, sums, factor, transposed)
+
+
+def _scaled_tiles(
+    logits: torch.Tensor, targets: torch.Tensor, sums: torch.Tensor, factor: float, transposed: torch.Tensor
+) -> torch.Tensor:
+    """`sums`: log-sum-exp of each row minus log(factor), infinite where its target is ignored."""
+    rows, columns = logits.shape
     out = torch.empty(logits.shape, dtype=transposed.dtype, device=logits.device)
     _softmax_tile[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
         logits, targets, sums, out, transposed, torch.full_like(sums[:1], factor), rows, columns, transposed.stride(0),

@@ -39,12 +39,10 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     if training.kernels == "compile":
         return Kernels(compiled=compiled)
     adamw = job.optimizer == "adamw" and layout.offload == "none"
-    fp8_head = job.precision == "fp8" and training.fp8_keep == "none"
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,
         compiled=compiled,
-        # fp16 must scale the loss before gradients are computed. An fp8 head has no statistics of a part of the vocabulary.
-        loss=job.precision != "fp16" and not (layout.tp > 1 and fp8_head),
+        loss=job.precision != "fp16",  # which must scale the loss before gradients are computed
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         single_microbatch=adamw and layout.gpus == layout.gas == 1,
@@ -53,20 +51,9 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
 
 
 def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
-    """Why a GPU runs plain blocks, compiled if possible, instead of fused ones; None if it runs fused ones.
-
-    In fp8, fused blocks drop all that selective recomputation would.
-    """
+    """Why a GPU runs plain blocks, compiled if possible, instead of fused ones; None if it runs fused ones."""
     if training.kernels != "fused":
         return f"train.kernels is {training.kernels}"
-    if layout.tp > 1 and not layout.sequence_parallel:
-        return "tensor parallelism cuts them without sequence parallelism"
-    if layout.tp * layout.cp > 1 and job.precision == "fp8":
-        return f"layers are cut (tp = {layout.tp}, cp = {layout.cp}), and their matmuls are in fp8"
-    if _splits(layout) and job.precision == "fp8":
-        return f"{layout.schedule} splits their backward, and their matmuls are in fp8"
-    if layout.recompute == "full" and job.precision == "fp8":
-        return "they are recomputed in full, in fp8"
     if job.precision == "fp8" and training.fp8_scaling != "tensor":
         return f"fp8 has a scale per {training.fp8_scaling}"
     if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):
@@ -78,10 +65,13 @@ def why_not_chunked(job: Job, layout: Layout, training: Training, device: str) -
     """Why train.tp_chunks has no effect; None if GEMMs run in chunks."""
     if layout.tp == 1:
         return "layers are not cut (tp = 1)"
+    if not layout.sequence_parallel:
+        return "without sequence parallelism nothing is gathered"
     if device != "cuda":
         return "blocks are fused on a GPU alone"
-    why = why_not_fused(job, layout, training)
-    return None if why is None else f"blocks are not fused: {why}"
+    if why := why_not_fused(job, layout, training):
+        return f"blocks are not fused: {why}"
+    return "matmuls in fp8 take whole operands" if job.precision == "fp8" else None
 
 
 def why_not_graphed(job: Job, layout: Layout, training: Training) -> str | None:

@@ -107,7 +107,7 @@ def rehearse(
     `kernels`: fused or eager; None: as the plan's machines would run it.
     """
     check(job, layout, device)
-    kernels = kernels_of(job, device, kernels)
+    kernels = kernels_of(job, layout, device, kernels)
     from ultrascale.measure.rehearse_rank import rehearse_rank
 
     if device == "cuda":
@@ -130,16 +130,23 @@ def _announce(one: Rehearsal, done: int, of: int, progress: Callable[[str], None
     return one
 
 
-def kernels_of(job: Job, device: str, given: str | None = None) -> str:
-    """fused or eager: as asked, or fused where the plan has GPUs. Emulated fp8 has no fused kernels."""
+def kernels_of(job: Job, layout: Layout, device: str, given: str | None = None) -> str:
+    """fused or eager: as asked, or fused where the plan has GPUs. Without a GPU fp8 is emulated where blocks are not fused."""
     if given is not None and given not in KERNELS:
         raise SpecError(f"--kernels is {given!r} but a rehearsal runs the engine's fused kernels or eager operators: try fused")
-    emulated = device == "meta" and job.precision == "fp8"
+    emulated = device == "meta" and _emulates(job, layout)
     if emulated and given == "fused":
         raise SpecError(
             "--kernels is fused but without a GPU fp8 is emulated operator by operator: try eager, or --device cuda"
         )
     return given or ("eager" if emulated or job.cluster.gpu.name == "cpu" else "fused")
+
+
+def _emulates(job: Job, layout: Layout) -> bool:
+    """Whether fp8 GEMMs are those of plain modules, whose casts have no stand-ins."""
+    from ultrascale.kernels.selection import why_not_fused
+
+    return job.precision == "fp8" and why_not_fused(job, layout, Training()) is not None
 
 
 def engine_of(kernels: str) -> Framework:
@@ -293,7 +300,7 @@ def notes(job: Job, layout: Layout, device: str, kernels: str) -> list[str]:
 
         selected = choose(job, layout, Training(), "cuda")
         found += [COMPILED] if selected.compiled and not selected.fused else []
-    if job.precision == "fp8":
+    if job.precision == "fp8" and (kernels == "eager" or _emulates(job, layout)):
         found.append(EMULATED)
     if job.model.moe is not None:
         found.append(BALANCED)
@@ -357,7 +364,7 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
             again = sum(matmuls.values()) + scores - down
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)
-        elif layout.recompute == "selective" and fused and job.precision != "fp8":
+        elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
         total += 3 * count * (sum(matmuls.values()) + scores) + recomputed * again
     return total * layout.gas

@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import ProfilerActivity, profile
 
 import ultrascale.kernels
-from ultrascale.kernels import fused, loss, selection
+from ultrascale.kernels import float8, float8_block, float8_gemm, fused, loss, selection
+from ultrascale.measure import rehearse_float8 as float8_kernels
 from ultrascale.model import attention, operators
 from ultrascale.model.rotary import Rope
 from ultrascale.parallel.comm import Axis
@@ -178,6 +179,9 @@ def as_on_a_gpu() -> Iterator[None]:
                 (loss, one.__name__, one)
                 for one in (loss_and_gradient, shard_statistics, shard_gradient, scaled, accumulate_matmul)
             ),
+            *((float8_block, name, function) for name, function in float8_kernels.BLOCK.items()),
+            *((float8, name, function) for name, function in float8_kernels.HEAD.items()),
+            (float8_gemm, "_dequantize", float8_kernels.dequantized),
             (operators, "rms_norm", rms_norm),
             (attention, "_expand", _few_heads),
             (attention, "_gather", _few_heads),

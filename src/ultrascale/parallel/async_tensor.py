@@ -2,19 +2,21 @@
 
 A rank's slice of the tokens is cut into chunks. While the GEMM of one chunk runs, the next chunk is gathered, or the previous
 one is summed and scattered. A gathered chunk has the rows of all ranks, so that rows of a whole are in the order (chunk, rank,
-token of the chunk); with one chunk this is the order of ranks, and the calls are those of parallel/comm.py.
+token of the chunk); with one chunk this is the order of ranks, and the calls are those of parallel/comm.py. Without sequence
+parallelism every rank has all tokens: there is nothing to gather, and sums are all-reduced.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ultrascale.parallel import comm
-from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.parallel.comm import SINGLE_RANK, AsyncCollective, Axis
 
 
 @dataclass(frozen=True)
@@ -24,21 +26,34 @@ class AsyncTensorParallel:
     axis: Axis
     chunks: int = 1
     """whole sequences of a slice, or equal parts of one (train/supported.py)"""
+    sequence: bool = True
+    """sequence parallelism: a rank has a slice of the tokens"""
+
+    @cached_property
+    def slices(self) -> Axis:
+        """The axis over which tokens are sharded, of size 1 without sequence parallelism."""
+        return self.axis if self.sequence else SINGLE_RANK
+
+    def sum_start(self, partial_sums: Tensor) -> AsyncCollective[Tensor]:
+        """Sums over ranks, of which each gets its slice; `partial_sums` is not needed afterwards."""
+        if self.sequence:
+            return comm.reduce_scatter_start(partial_sums, self.axis)
+        return comm.all_reduce_start(partial_sums, self.axis)
 
     def all_gather_start(self, x: Tensor) -> ChunkedAllGather:
         """Starts all chunks, into one tensor that `wait` returns."""
-        return ChunkedAllGather(x, self.axis, self.chunks)
+        return ChunkedAllGather(x, self.slices, self.chunks)
 
     def all_gather_operand(self, x: Tensor) -> Any:
         """The gathered rows as an operand of one GEMM, after which they are not needed: of several chunks two are live."""
-        return comm.all_gather(x, self.axis) if self.chunks == 1 else GatheredOperand(x, self.axis, self.chunks)
+        return comm.all_gather(x, self.slices) if self.chunks == 1 else GatheredOperand(x, self.axis, self.chunks)
 
     def matmul_reduce_scatter_start(self, rows: Tensor, weight: Tensor) -> AsyncCollective[Tensor]:
         """rows @ weight, summed over ranks, of which each gets its slice; of several chunks two are live."""
         if self.chunks == 1:
             partial_sums = rows @ weight
             del rows, weight  # copies, maybe, that the caller does not keep: freed before the result is allocated
-            return comm.reduce_scatter_start(partial_sums, self.axis)
+            return self.sum_start(partial_sums)
         out = rows.new_empty(len(rows) // self.axis.size, weight.shape[1])
         parts = zip(rows.chunk(self.chunks), out.chunk(self.chunks), strict=True)
         first, own = next(parts)
@@ -51,13 +66,13 @@ class AsyncTensorParallel:
     def to_sequence_order(self, rows: Tensor, batch: int) -> Tensor:
         """Gathered rows [n, w] as [b, s, w]: a view if a chunk is one sequence (or the only one), else a copy."""
         groups, per_group = self._groups(batch)
-        parts = rows.view(groups, per_group, self.axis.size, batch // groups, -1, rows.shape[1])
+        parts = rows.view(groups, per_group, self.slices.size, batch // groups, -1, rows.shape[1])
         return parts.transpose(1, 3).reshape(batch, -1, rows.shape[1])
 
     def to_chunk_order(self, x: Tensor) -> Tensor:
         """The inverse."""
         groups, per_group = self._groups(len(x))
-        parts = torch.unflatten(torch.unflatten(x, 1, (self.axis.size, per_group, -1)), 0, (groups, -1))
+        parts = torch.unflatten(torch.unflatten(x, 1, (self.slices.size, per_group, -1)), 0, (groups, -1))
         return parts.transpose(1, 3).flatten(0, 4)
 
     def _groups(self, batch: int) -> tuple[int, int]:

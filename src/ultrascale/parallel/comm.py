@@ -106,6 +106,9 @@ class Axis:
     clock: WaitClock = field(default_factory=WaitClock, compare=False, repr=False)
 
 
+SINGLE_RANK = Axis("alone", None, 0, 1, (0,))
+
+
 class AsyncCollective(Generic[Result]):
     """A pending collective. `wait` returns its result; further calls return the same result."""
 

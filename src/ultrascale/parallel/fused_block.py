@@ -1,11 +1,13 @@
-"""The fused block (kernels/fused.py) where tensor parallelism cuts its layers, with sequence parallelism.
+"""The fused block (kernels/fused.py) where tensor parallelism cuts its layers.
 
-Norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens and this rank's columns
-or rows. What a GEMM needs whole is gathered, what it yields in parts is summed and scattered. In backward both overlap with a
-GEMM: the norm's output is gathered while the input gradient is computed, which is scattered while weight gradients are.
-A split backward keeps slices for the weight gradients, of output gradients too, and gathers them when it computes these.
+With sequence parallelism norms, residual sums and their gradients run on this rank's slice of the sequence, GEMMs on all tokens
+and this rank's columns or rows. What a GEMM needs whole is gathered, what it yields in parts is summed and scattered. In
+backward both overlap with a GEMM: the norm's output is gathered while the input gradient is computed, which is scattered while
+weight gradients are. A split backward keeps slices for the weight gradients, of output gradients too, and gathers them when it
+computes these.
 With several chunks (parallel/async_tensor.py) the collectives of forward, and those that would be exposed in backward, overlap
 with the GEMMs of other chunks of the tokens. What is saved is the same, with rows in the order of chunks.
+Without sequence parallelism nothing is gathered, and partial sums are all-reduced while weight gradients are computed.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from ultrascale.kernels import fused
 from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel, joined
 from ultrascale.kernels.recompute_cache import cache_across_recompute
+from ultrascale.model.rotary import Rope
 from ultrascale.model.transformer import Block, Transformer
 from ultrascale.parallel.async_tensor import AsyncTensorParallel
 from ultrascale.parallel.comm import Axis
 
 
-def apply(model: Transformer, axis: Axis, deferred: DeferredWeightGrads | None = None, chunks: int = 1) -> None:
+def apply(
+    model: Transformer, axis: Axis, deferred: DeferredWeightGrads | None = None, chunks: int = 1, sequence: bool = True
+) -> None:
     """Replaces all blocks, whose linears are already cut, by fused ones; names and parameters stay."""
-    tp = AsyncTensorParallel(axis, chunks)
+    tp = AsyncTensorParallel(axis, chunks if sequence else 1, sequence)
     for name, block in model.blocks.items():
         model.blocks[name] = TensorParallelFusedBlock(cast(Block, block), tp, deferred)
 
@@ -55,16 +60,10 @@ class _TensorParallelQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _, normed, scales = fused.norm(x.flatten(0, 1), None, gain, eps)
         rows = tp.all_gather_operand(normed) @ joined(q, k, v).t()
-        joint = tp.to_sequence_order(rows, len(x)).reshape(len(rows), -1, dim)
-        del rows
-        heads, kv_heads = len(q) // dim, len(k) // dim
-        fused.rotate_(joint, heads, kv_heads, (cos, sin))
         ctx.save_for_backward(x, scales, gain, q, k, v, cos, sin)
         ctx.eps, ctx.deferred, ctx.tp = eps, deferred, tp
         ctx.parameters = q, k, v  # the leaves: checkpointing unpacks copies, whose .grad is lost
-        whole = joint.view(len(x), -1, *joint.shape[1:])
-        rotated_q, rotated_k, values = torch.split(whole, [heads, kv_heads, kv_heads], dim=2)
-        return x.view_as(x), rotated_q, rotated_k, values
+        return x.view_as(x), *rotated_heads(rows, len(x), (len(q) // dim, len(k) // dim, dim), (cos, sin), tp)
 
     @staticmethod
     @once_differentiable
@@ -82,6 +81,20 @@ class _TensorParallelQKV(torch.autograd.Function):
         if grad_weights is None:
             grad_weights = deferred.compute(ctx.parameters, lambda: of_weights(joint, tp.all_gather_start(normed).wait()))
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None, None
+
+
+def rotated_heads(
+    rows: Tensor, batch: int, heads: tuple[int, int, int], rope: Rope, tp: AsyncTensorParallel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [b, s, heads, d] in the order of the sequence, the first two rotated, from the output of their joint GEMM.
+
+    `heads`: of queries, of keys, and the dimension of each.
+    """
+    queries, keys, dim = heads
+    joint = tp.to_sequence_order(rows, batch).reshape(len(rows), -1, dim)
+    fused.rotate_(joint, queries, keys, rope)
+    q, k, v = torch.split(joint.view(batch, -1, *joint.shape[1:]), [queries, keys, keys], dim=2)
+    return q, k, v
 
 
 class _TensorParallelOutputAndMLP(torch.autograd.Function):

@@ -23,14 +23,13 @@ from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
 from ultrascale.parallel import comm
-from ultrascale.parallel.comm import Axis, copy_to, gather_from, reduce_from, scatter_to
+from ultrascale.parallel.comm import SINGLE_RANK, Axis, copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh, Shard
 
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 BATCH = 0  # slices gathered along this dimension stay in the order of ranks, as they arrive: nothing is copied
 
-SINGLE_RANK = Axis("alone", None, 0, 1, (0,))
 Result = Literal["saved", "recomputed", "unused"]
 
 

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels import loss
+from ultrascale.kernels import float8, float8_block, loss
+from ultrascale.kernels.float8 import CHUNKS_PER_GEMM, FACTOR, Float8Head
+from ultrascale.kernels.float8_block import amax_bound
+from ultrascale.kernels.float8_gemm import E4M3, E5M2, GemmOperand, multiply
 from ultrascale.kernels.loss import CHUNK, ChunkedHead, LinearCrossEntropy
 from ultrascale.model.transformer import Head, Transformer
 from ultrascale.parallel import comm
-from ultrascale.parallel.comm import Axis
+from ultrascale.parallel.comm import AsyncCollective, Axis
+from ultrascale.specs.training import FP8_TOKENS
 
 
 def apply(model: Transformer, axis: Axis, sequence: bool) -> None:
@@ -36,21 +40,29 @@ class VocabParallelChunkedHead(ChunkedHead):
         # One row of targets per slice of the sequence, in the order in which slices are gathered.
         ranks = self.axis.size if self.sequence else 1
         slices = torch.unflatten(targets, 1, (ranks, -1)).transpose(0, 1).flatten(1)
-        return vocab_parallel_cross_entropy(hidden.flatten(0, -2), self.linear.weight, slices, self.axis)
+        rows = hidden.flatten(0, -2)
+        return vocab_parallel_cross_entropy(rows, self.linear.weight, slices, self.axis, function=self.function)
 
 
-def vocab_parallel_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, axis: Axis, chunk: int = CHUNK) -> Tensor:
+def vocab_parallel_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    chunk: int = CHUNK,
+    function: type[LinearCrossEntropy] | None = None,
+) -> Tensor:
     """Summed cross-entropy, as `linear_cross_entropy`, of this rank's weight [v/ranks, h]; the same on all ranks.
 
     hidden [n/slices, h]: this rank's slice, or all tokens if there is one; targets [slices, n/slices]. A rank has `chunk` · v
     logits at a time, as many as without tensor parallelism.
     """
-    settings = chunk, axis
-    total: Tensor = _VocabParallelLinearCrossEntropy.apply(hidden, weight, targets, settings, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    arguments = hidden, weight, targets, (chunk, axis), torch.is_grad_enabled()
+    total: Tensor = (function or VocabParallelLinearCrossEntropy).apply(*arguments)  # type: ignore[no-untyped-call]
     return total
 
 
-class _VocabParallelLinearCrossEntropy(LinearCrossEntropy):
+class VocabParallelLinearCrossEntropy(LinearCrossEntropy):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, Axis], with_grad: bool
@@ -93,6 +105,86 @@ def _gathered(parts: Sequence[Tensor], axis: Axis) -> Iterator[Tensor]:
 
 
 def _loss_and_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, axis: Axis) -> Tensor:
-    logits, first = hidden @ weight.t(), axis.rank * len(weight)
-    statistics = comm.all_gather(loss.shard_statistics(logits, targets, first), axis)
-    return loss.shard_gradient(logits, targets, first, statistics.view(axis.size, 2, -1), losses)
+    logits = hidden @ weight.t()
+    return loss.shard_gradient(logits, targets, axis.rank * len(weight), _statistics(logits, targets, axis), losses)
+
+
+def _statistics(logits: Tensor, targets: Tensor, axis: Axis) -> Tensor:
+    """[ranks, 2, n]: what `shard_statistics` finds in the logits of all ranks."""
+    found = comm.all_gather(loss.shard_statistics(logits, targets, axis.rank * logits.shape[1]), axis)
+    return found.view(axis.size, 2, -1)
+
+
+class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
+    """All three GEMMs in fp8, if they support the sizes. The weight gradient sums over several chunks in one GEMM."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, Axis], with_grad: bool
+    ) -> Tensor:
+        chunk, axis = settings
+        slices, wide = len(targets), torch.promote_types(hidden.dtype, torch.float32)
+        length = chunk * axis.size // slices
+        if any(slices * tokens % FP8_TOKENS["tensor"] for tokens in (length, len(hidden))):
+            return VocabParallelLinearCrossEntropy.forward(ctx, hidden, weight, targets, settings, with_grad)
+        of_hidden = float8_block.amax(hidden) if slices == 1 else comm.all_reduce(float8_block.amax(hidden), axis, op="max")
+        own, table = float8_block.cast(hidden, of_hidden, E4M3), float8_block.cast_rows(weight)
+        losses = torch.empty(targets.numel(), dtype=wide, device=hidden.device)
+        parts = list(zip(torch.split(targets, length, dim=1), torch.split(losses, slices * length), strict=True))
+        narrow = torch.split(own.data.view(torch.uint8), length)
+        gathered = _gathered(narrow, axis) if slices > 1 else iter(narrow)
+        chunks = (GemmOperand(rows.view(E4M3), own.scale) for rows in gathered)
+
+        def statistics(rows: GemmOperand, wanted: Tensor) -> tuple[Tensor, Tensor]:
+            scales = rows.scale.expand(len(rows.data), 1).contiguous()
+            logits = multiply(GemmOperand(rows.data, scales), table, hidden.dtype, fast=True)
+            return logits, _statistics(logits, wanted, axis)
+
+        def start(part: Tensor, out: Tensor) -> AsyncCollective[Tensor]:
+            """Sums gradients of hidden states over ranks."""
+            if slices > 1:
+                return comm.reduce_scatter_start(part, axis, out=out)
+            return comm.all_reduce_start(out.copy_(part), axis)
+
+        if not with_grad:
+            for wanted, lost in parts:
+                loss.shard_loss(statistics(next(chunks), wanted.flatten())[1], wanted.flatten(), lost)
+            return losses.sum()
+        transposed, first = float8_block.cast_transposed(weight, amax_bound(table)), axis.rank * len(weight)
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        back = torch.full((), 1 / FACTOR, device=weight.device)
+        outs, pending = torch.split(grad_hidden, length), comm.completed(grad_hidden, axis)
+        for begin in range(0, len(parts), CHUNKS_PER_GEMM):
+            group = parts[begin : begin + CHUNKS_PER_GEMM]
+            tokens = sum(len(lost) for _, lost in group)
+            gradients = torch.empty(len(weight), tokens, dtype=E5M2, device=weight.device)
+            inputs = torch.empty(hidden.shape[1], tokens, dtype=E4M3, device=weight.device)
+            columns = (torch.split(whole, slices * length, 1) for whole in (gradients, inputs))
+            for (wanted, lost), of_logits, of_input, out in zip(group, *columns, outs[begin : begin + len(group)], strict=True):
+                rows = next(chunks)
+                float8_block.transpose(rows, of_input)
+                logits, found = statistics(rows, wanted.flatten())
+                del rows
+                gradient = float8.shard_scaled_gradient(logits, wanted.flatten(), first, found, lost, of_logits)
+                del logits  # before the next chunk's are allocated
+                part = multiply(GemmOperand(gradient, back), transposed, hidden.dtype)
+                del gradient
+                pending.wait()
+                pending = start(part, out)
+                del part
+            summed = multiply(GemmOperand(gradients, back), GemmOperand(inputs, own.scale), wide)
+            grad_weight = summed if grad_weight is None else grad_weight.add_(summed)
+        pending.wait()
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtype = weight.dtype
+        return losses.sum()
+
+
+class VocabParallelFloat8Head(VocabParallelChunkedHead, Float8Head):
+    """A cut, chunked head in fp8."""
+
+    function = _VocabParallelFloat8CrossEntropy
+
+    def __init__(self, plain: ChunkedHead) -> None:
+        assert isinstance(plain, VocabParallelChunkedHead)
+        super().__init__(plain, plain.axis, plain.sequence)

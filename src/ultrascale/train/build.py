@@ -20,9 +20,11 @@ from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.parallel import context, expert, fused_block, recompute, tensor, vocab_loss, zero
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
+from ultrascale.parallel.float8_block import TensorParallelFloat8Block
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.pipeline import Pipeline, StageChunk
 from ultrascale.parallel.torch_private import unset_fake_temporarily
+from ultrascale.parallel.vocab_loss import VocabParallelFloat8Head
 from ultrascale.parallel.zero import Float8GatherScales
 from ultrascale.schedules import DEFAULT_SCHEDULE, ActionKind, Schedule
 from ultrascale.schedules import build as build_schedule
@@ -100,18 +102,18 @@ def _chunk(
         expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
         if own.fused and mesh.tp.size > 1:
-            fused_block.apply(module, mesh.tp, deferred, training.tp_chunks)
+            fused_block.apply(module, mesh.tp, deferred, training.tp_chunks, layout.sequence_parallel)
         elif own.fused:
             fused.apply(module, deferred)
-        # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
-        if not (own.fused and job.precision == "fp8"):  # whose fused blocks save little in any case
-            recompute.apply(module, layout.recompute, layout.recompute_layers, own.compiled)
         if own.loss and mesh.tp.size > 1:
             vocab_loss.apply(module, mesh.tp, layout.sequence_parallel)
         elif own.loss:
             loss.apply(module)
         if job.precision == "fp8":
-            float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device)
+            forms = (TensorParallelFloat8Block, VocabParallelFloat8Head) if mesh.tp.size > 1 else ()
+            float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device, *forms)
+        # Inside the modules that ZeRO gathers, so that parameters are gathered during recomputation.
+        recompute.apply(module, layout.recompute, layout.recompute_layers, own.compiled)
         if own.compiled:
             compile.apply(module, layout.recompute)
         if sharded:

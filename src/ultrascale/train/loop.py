@@ -199,7 +199,7 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
     per_token = flops.model_flops(job.model, job.seq)
     hardware = partial(
         flops.hardware_flops, job.model, job.seq, layout.recompute, job.attention, recomputed=recomputed_fraction(job, layout),
-        fused=engine.kernels.fused and job.precision != "fp8",
+        fused=engine.kernels.fused,
     )  # fmt: skip
     stages = _stages(everyone)
     fullest = max(stages, key=lambda stage: stage.memory.total)

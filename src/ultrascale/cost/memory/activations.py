@@ -191,7 +191,7 @@ def _apply_policy(
     fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy
     plain = selective & ~fused
     keeps = {name: ~full & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}
-    if "mlp matmuls" in keeps and job.precision != "fp8":
+    if "mlp matmuls" in keeps:
         keeps["mlp matmuls"] = keeps["mlp matmuls"] & ~(selective & fused)
     kept = {name: np.where(keeps[name], bytes_, 0.0) for name, bytes_ in modules.items()}
     if job.framework.selective == "half":

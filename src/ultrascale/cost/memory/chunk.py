@@ -274,7 +274,20 @@ class ChunkMemory:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
             total = total + np.clip(done - kind.done, 0, kind.count) * each
-        return np.asarray(total)
+        # Operands of fp8 weight gradients are kept in fp8.
+        whole = self.layers[0].saved.whole if self.layers else 0.0
+        return np.asarray(total - (1 - 1 / compute_bytes(self.job)) * self.fp8_layers(done) * whole)
+
+    def fp8_layers(self, done: Array) -> Array:
+        """Of so many layers in the order of backward, those in fused fp8 blocks: neither the model's first nor its last."""
+        if self.job.precision != "fp8":
+            return np.zeros(len(self.columns))
+        ends = self.share.head * (done > 0) + self.share.embedding * (done == self.share.layers) * (done > self.share.head)
+        return np.where(states.uses_fused_blocks(self.job, self.columns), done - ends, 0)
+
+    def is_fp8_layer(self, done: Array) -> Array:
+        """Whether the layer in backward after so many is in a fused fp8 block."""
+        return np.asarray(self.fp8_layers(np.minimum(done + 1, self.share.layers)) > self.fp8_layers(done))
 
     @cached_property
     def deferred(self) -> Array:

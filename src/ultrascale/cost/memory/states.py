@@ -10,7 +10,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.model import Model
-from ultrascale.specs.training import FP8_MULTIPLE
+from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
 from ultrascale.specs.weights import WeightShape, embedding, layer_weights, mlp, norm, positions, router_bias, vocabulary
 
 FP32 = 4
@@ -47,7 +47,7 @@ def has_master(job: Job) -> bool:
 
 
 def uncut(columns: LayoutColumns) -> Array:
-    """Layers that one GPU computes whole, with an unsplit backward: they can be compiled, or fused in fp8."""
+    """Layers that one GPU computes whole, with an unsplit backward: they can be compiled."""
     return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~columns.split_backward)
 
 
@@ -60,15 +60,20 @@ def eager(job: Job, columns: LayoutColumns) -> Array:
 def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
     """Layers in fused blocks: their backward kernels compute norm and gate outputs again, whatever `recompute` is.
 
-    Layers that tp cuts have them with sequence parallelism; in fp8 those that are neither cut, nor recomputed in full, nor have
-    a split backward.
+    In fp8, layers whose GEMMs all have sizes that it supports.
     """
-    fits = job.framework.fused_blocks and job.attention == "flash"  # compiled blocks in fp8 save as little (docs/fp8.md)
+    fits = job.framework.fused_blocks and job.attention == "flash"
     fits = fits and fused_blocks_problem(job.model, job.seq) is None
-    if job.precision == "fp8":
-        return np.asarray(uncut(columns) & ~columns.is_("recompute", "full") & fits)
-    whole_sequences = (columns.tp > 1) & (columns.sequence_parallel == 0)
-    return np.asarray(~whole_sequences & fits)
+    sizes = supports_fp8(job, columns) if job.precision == "fp8" else np.ones(len(columns), dtype=bool)
+    return np.asarray(sizes & fits)
+
+
+def supports_fp8(job: Job, columns: LayoutColumns) -> Array:
+    """Dense layers without a GEMM that stays in bf16 for its sizes (kernels/selection.py), with a scale per tensor."""
+    model, tp = job.model, columns.tp
+    widths = model.q_dim // tp, model.kv_dim // np.minimum(tp, model.kv_heads), model.ffn // tp
+    tokens = columns.tokens(job.seq) % FP8_TOKENS["tensor"] == 0
+    return np.asarray(tokens & np.all([fits_fp8(model.hidden, width) for width in widths], axis=0))
 
 
 def selective_policy(job: Job) -> str:
@@ -402,6 +407,12 @@ def _fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bo
     # A fused block has one matmul for q, k and v, and one for gate and up, with one scale each.
     scales = np.where(uses_fused_blocks(job, columns), 4, 1 * q_fits + 2 * kv_fits + fits_fp8(h, q) + matrices * mlp_fits)
     return Float8Gather(np.where(gathers, elements, 0.0), np.where(gathers, scales, 0))
+
+
+def fused_fp8_layers(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
+    """Dense layers of a share in fused fp8 blocks: all but the model's first and last (the default of `train.fp8_keep`)."""
+    inner = np.maximum(0, share.dense_layers - _end_layers(job.model, share, moe=False))
+    return np.where(uses_fused_blocks(job, columns) & (job.precision == "fp8"), inner, 0)
 
 
 def _end_layers(model: Model, share: RankShare, moe: bool) -> Array:

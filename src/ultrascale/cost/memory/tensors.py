@@ -111,9 +111,14 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     found = nothing = MemoryPoint.nothing(rows)
     for kind in chunk.layers:
         happens = _layer_events(chunk, kind.moe, deferring)
-        live = walk(_layer_tensors(chunk, kind.saved, kind.moe, deferring), LayerEvent.END, rows, deferring)
-        parts = live.peaks_of_segments(_SEGMENT_STARTS, happens)
+        wide, narrow = (
+            walk(
+                _layer_tensors(chunk, kind.saved, kind.moe, deferring, in_fp8), LayerEvent.END, rows, deferring
+            ).peaks_of_segments(_SEGMENT_STARTS, happens)
+            for in_fp8 in (False, chunk.job.precision == "fp8")
+        )
         for done in _layers_done(chunk, kind):
+            parts = where(chunk.is_fp8_layer(done), narrow, wide)
             beside = walk(_beside_layer(chunk, kind.saved, kind.moe, gradients, done, deferring), LayerSegment.END, rows)
             found = fullest(found, where(kind.count > 0, (parts + beside).peak(), nothing))
     return found
@@ -154,11 +159,17 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
     }
 
 
-def _layer_tensors(chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array) -> Iterator[TensorLifetime]:
+def _layer_tensors(
+    chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array, in_fp8: bool
+) -> Iterator[TensorLifetime]:
+    """`in_fp8`: of a fused block."""
     if chunk.job.framework.fused_blocks:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
         yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        if not moe:
+        if not moe and in_fp8:
+            yield from _fused_fp8_layer(chunk, layer)
+            yield from _fused_fp8_layer_input_grads(chunk, layer)
+        elif not moe:
             yield from _fused_layer(chunk, layer)
             yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
@@ -186,8 +197,8 @@ def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[Tensor
     yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
     # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
     yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
-    being_gathered = np.where(chunk.gathered_sequence > 0, residual, 0.0)
-    yield activation("norm's output, being gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
+    being_gathered = np.where(chunk.columns.tp > 1, residual, 0.0)
+    yield activation("norm's output, computed before it is gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
     yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
     yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
     yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
@@ -220,6 +231,74 @@ def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Ite
     copied = chunk.sharded & ~chunk.gathers_joined
     copies = np.where(copied, np.maximum(0.0, 2 * chunk.mlp_weight_gradient[False] - after), 0.0)
     yield buffer("gate and up weights, copied together", copies, norm, out)
+
+
+def _fused_fp8_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """As `_fused_layer`, of a block in fp8: operands of GEMMs are cast, those of weight gradients transposed. Rows that are
+    gathered are transposed when all are there.
+    """
+    event, residual, wide, b = LayerEvent, chunk.residual, layer.modules["mlp activation"], compute_bytes(chunk.job)
+    weight, end, gathered = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE, chunk.gathered_sequence
+    cut = chunk.columns.tp > 1
+    whole = np.where(cut, chunk.full_sequence, 0.0)
+    again = layer.modules["mlp matmuls"] - layer.kept["mlp matmuls"]
+    yield activation("saved for backward", layer.fused - again, event.FUSED_GATE, end)
+    yield activation("outputs of gate and up, recomputed", again, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("residual gradient", residual, event.FUSED_GATE, end)
+    yield activation("gradients of gate and up", 2 * wide / b, event.FUSED_GATE, event.FUSED_UP_WEIGHTS)
+    yield activation("gradients of gate and up, transposed", 2 * wide / b, event.FUSED_GATE, end)
+    yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("activation, computed again", wide / b, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("output gradient", np.where(cut, whole, residual) / b, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("output gradient, transposed", whole / b, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM)
+    slice_ = np.where(gathered > 0, residual / b, 0.0)
+    yield activation("norm's output, being gathered", slice_, event.FUSED_GATE, event.FUSED_UP_WEIGHTS)
+    yield activation("output of the norm", whole / b, event.FUSED_GATE, end)
+    yield activation("input gradient to scatter", gathered, event.FUSED_NORM, end)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, end)
+    yield activation("norm's output, transposed", np.where(cut, 0.0, residual / b), event.FUSED_UP_WEIGHTS, end)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
+    yield from _fp8_gate_up(chunk, gathered + residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, end)
+
+
+def _fp8_gate_up(chunk: ChunkMemory, after: Array, start: LayerEvent, end: LayerEvent) -> Iterator[TensorLifetime]:
+    """The weights of gate and up, cast and transposed, and where ZeRO gathered them one by one their joint copy, freed before
+    what comes `after` is allocated; in ZeRO-3 they were gathered in fp8.
+    """
+    matrix, b = chunk.mlp_weight_gradient[False], compute_bytes(chunk.job)
+    yield buffer("gate and up weights, transposed", 2 * matrix / b, start, end)
+    copies = 2 * matrix / np.where(chunk.columns.zero == 3, b, 1)
+    yield buffer(
+        "gate and up weights, copied together", np.where(chunk.sharded, np.maximum(0.0, copies - after), 0.0), start, end
+    )
+
+
+def _fused_fp8_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """The same where weight gradients are deferred: their operands stay in fp8."""
+    event, residual, wide, gathered = LayerEvent, chunk.residual, layer.modules["mlp activation"], chunk.gathered_sequence
+    gate, norm, out, attention, end = (LayerEvent(number) for number in range(event.INPUT_GRADS_GATE, event.COMBINE))
+    b, attended = compute_bytes(chunk.job), layer.modules["attention output"]
+    by_mlp = layer.modules["mlp matmuls"] + layer.modules["mlp norm"]
+    yield activation("saved for the MLP's backward", by_mlp, gate, attention)
+    yield activation("saved for attention's backward", layer.fused - by_mlp, gate, end)
+    yield activation("output gradient of the MLP", residual, gate, attention)
+    yield activation("output gradient of the MLP, in fp8", residual / b, gate, end)
+    yield activation("activation, computed again", wide / b, gate, end)
+    yield activation("gradients of gate and up", 2 * wide / b, gate, out)
+    yield activation("gradients of gate and up, transposed", 2 * wide / b, gate, end)
+    yield activation("gradient of the activation", wide, gate, norm)
+    cut = chunk.columns.tp > 1
+    yield activation("norm's output, computed early", np.where(cut, residual / b, 0.0), gate, out)
+    yield activation("gradient of the norm's output", residual + gathered, norm, out)
+    yield activation("norm's output", residual / b, out, end)
+    yield activation("gradient of the norm's input", residual, out, end)
+    yield activation("output gradient of attention, in fp8", residual / b, out, end)
+    yield activation("the same, gathered or transposed", np.where(cut, gathered, residual) / b, out, attention)
+    yield activation("gradient of attention's output", attended, out, attention)
+    yield activation("attention's output, transposed", attended / b, out, end)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    yield from _fp8_gate_up(chunk, residual + gathered, norm, out)
 
 
 def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
@@ -452,7 +531,12 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
         if not kind.moe:
             summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
             wide, there = layer.modules["mlp activation"], (fused | gates) & last
-            not_saved = chunk.residual + summed + layer.fused - layer.total
+            in_fp8, b = chunk.is_fp8_layer(0 * kind.count), compute_bytes(chunk.job)
+            # In fp8 the gate's output is narrow and the norm's freed; the last matmul's weight is cast.
+            weight = np.where(in_fp8 & last, chunk.mlp_weight_gradient[False] / b, 0.0)
+            yield buffer("weight of the last matmul in fp8", weight, start, end)
+            wide = wide / np.where(in_fp8, b, 1)
+            not_saved = np.where(in_fp8, 0.0, chunk.residual) + summed + layer.fused - layer.total
             extra = np.where(fused, not_saved, np.where(chunk.sends_output, -chunk.residual, 0.0))
             yield activation("outputs of gate, norm and last matmul", np.where(there, wide + extra, 0.0), start, end)
             yield buffer("gradient sent to the previous stage", np.where(there, chunk.sent_gradient, 0.0), start, end)
@@ -574,16 +658,19 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
     together = fused & (gathered > 0)
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
-    held = (chunk.saved_layers + chunk.deferred_when_done(chunk.share.layers)) / np.maximum(1, chunk.share.layers)
     found = base
-    for done in (0, chunk.share.layers - 1):
+    for done in (0 * chunk.share.layers, chunk.share.layers - 1):
+        held = chunk.saved_when_done(done) + chunk.deferred_when_done(done)
+        # In fp8 operands are transposed, too, once they are gathered.
+        b = compute_bytes(job)
+        narrow, two = np.where(chunk.is_fp8_layer(done), b, 1), np.where(chunk.is_fp8_layer(done), 3 / b, 2) * gathered
         for activations, kept, fresh in (
-            (np.where(fused, 2 * gathered, 0.0), 0.0, matrix),
-            (np.where(together, 2 * gathered, gathered - down), matrix, up * matrix),
-            (gathered - mlp, (1 + up) * matrix, weights - (1 + up) * matrix),
+            (np.where(fused, two, 0.0), 0.0, matrix),
+            (np.where(together, two, gathered - down / narrow), matrix, up * matrix),
+            (gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix),
         ):
             buffers = ends + fresh + np.where(keeps, done * weights + kept, 0.0)
-            point = replace(base, activations=base.activations + activations - done * held, buffers=base.buffers + buffers)
+            point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
             found = where(point.total > found.total, point, found)
     # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
     cast = gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
