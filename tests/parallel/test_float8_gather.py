@@ -121,6 +121,16 @@ def test_scales_are_those_of_the_compute_dtype(monkeypatch: pytest.MonkeyPatch) 
     assert float(scales.scales) == float(quantise(weight.data.bfloat16(), "tensor", E4M3).scale) == 1.0
 
 
+def test_cublas_finds_each_scale_at_a_multiple_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ultrascale.parallel.zero.local_tensor", lambda weight: weight.data)
+    weights = [torch.nn.Parameter(torch.full((2, 2), float(2**number))) for number in range(3)]
+    scales = Float8GatherScales([[weight] for weight in weights], SINGLE_RANK, torch.bfloat16, torch.device("cpu"))
+    scales.update()
+    first = scales.scales[0].data_ptr()
+    assert [(scale.data_ptr() - first) % 16 for scale in scales.scales] == [0, 0, 0]
+    assert [float(scale / scales.scales[0]) for scale in scales.scales] == [1, 2, 4]
+
+
 def exchanged(engine: Engine) -> Counter[tuple[str, int]]:
     engine.step(0)  # FSDP2 learns in the first step what to fetch ahead
     shard = engine.mesh.shard.group

@@ -329,7 +329,7 @@ def _gather_in_place(
         if len({whole.dtype for whole in wholes}) > 1:  # fp8 and bf16
             wholes, parts = ([one.view(torch.uint8) for one in some] for some in (wholes, parts))
         work = group.allgather_into_tensor_coalesced(wholes, parts, options)
-        if not async_op:
+        if not async_op and work is not None:  # NCCL returns none
             work.wait()
         event = stream.record_event()
     return AllGatherResult(wholes, event, work if async_op else None, [], [], [])  # type: ignore[arg-type]

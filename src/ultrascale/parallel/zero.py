@@ -34,6 +34,9 @@ from ultrascale.parallel.mesh import Mesh, Shard, join
 from ultrascale.parallel.torch_private import foreach_norm, local_tensor
 
 
+SCALE_STRIDE = 4  # fp32 numbers: cuBLAS needs a scale at an address that is a multiple of 16
+
+
 def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: torch.dtype, reduce: torch.dtype) -> None:
     """Shards every block and then the rest, in place, and records sliced experts in `shards`.
 
@@ -229,7 +232,7 @@ class Float8GatherScales:
         self.axis, self.compute = axis, compute
         self.shards = [local_tensor(weight) for group in groups for weight in group]
         self.factors = torch.ones(len(groups), device=device)
-        self.scales = torch.ones(len(groups), device=device)
+        self.scales = torch.ones(len(groups), SCALE_STRIDE, device=device)[:, 0]
         group_indices = [index for index, group in enumerate(groups) for _ in group]
         self.group_indices = torch.tensor(group_indices, device=device)
         for shard, index in zip(self.shards, group_indices, strict=True):
