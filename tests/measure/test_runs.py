@@ -10,7 +10,8 @@ import pytest
 from row_builders import FULL, PUBLISHED, row, run, write
 
 from ultrascale.measure.accuracy.fields import dispatcher_of, framework_of, gpu_kind
-from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, healthy_all_reduce_gb_s, read, read_row
+from ultrascale.measure.accuracy.network_state import healthy_all_reduce_gb_s
+from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
 from ultrascale.measure.accuracy.scores import score
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -559,14 +560,20 @@ def test_healthy_all_reduces_are_between_those_seen_and_fall_beyond() -> None:
     assert healthy_all_reduce_gb_s(16) == pytest.approx(187 * 187 / 205)
 
 
-def test_slow_sends_are_those_of_pipelines_over_nodes() -> None:
-    def overhead(pp: int, gpus: int = 16) -> float:
-        job = run(gpus=gpus, dp=gpus // pp, pp=pp, notes="after_pp_fix=False").job
+def test_blocking_sends_are_those_of_pipelines_over_nodes() -> None:
+    def overhead(pp: int, gpus: int = 16, **cells: str) -> float:
+        job = run(gpus=gpus, dp=gpus // pp, pp=pp, **cells).job
         assert job is not None
         return job.cluster.efficiency.action_overhead_s
 
-    assert [overhead(2), overhead(4)] == pytest.approx([0.26, 0.52])
-    assert overhead(2, gpus=8) == overhead(1)
+    assert [overhead(2, after_pp_fix="no"), overhead(4, after_pp_fix="no")] == pytest.approx([0.26, 0.52])
+    assert overhead(2, gpus=8, after_pp_fix="no") == overhead(1, after_pp_fix="no") == overhead(2)
+
+
+def test_notes_fill_blank_cells_of_known_columns() -> None:
+    noted = read_row(row(zero_shards="", vpp="1", notes="1f1b; zero_shards=4; vpp=2, after_pp_fix=False; tie=True"), 2).values
+    assert (noted["zero_shards"], noted["vpp"], noted["after_pp_fix"]) == ("4", "1", "False")
+    assert "tie" not in noted
 
 
 def test_network_sharding_and_gradients_come_from_the_row() -> None:
