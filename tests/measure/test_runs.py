@@ -180,7 +180,6 @@ BAD = {
     "4-bit": ({"precision": "NVFP4"}, ["precision", "NVFP4", "4-bit"]),
     "fp8 on A100": ({"gpu": "A100-80GB", "precision": "fp8"}, ["fp8", "a100-80"]),
     "zero stage": ({"zero_stage": 5}, ["zero_stage", "5", "0, 1, 2 or 3"]),
-    "lora": ({"model": "LLAMA2-7B LoRA"}, ["LoRA", "not modelled"]),
     "hybrid": ({"model": "Nemotron_3_Super"}, ["Nemotron_3_Super", "state-space"]),
     "mamba": ({"model": "Mamba-2.8B", "layers": 64, "hidden": 2560}, ["Mamba-2.8B", "state-space"]),
     "unknown shape": ({"model": "Foo-7B"}, ["Foo-7B", "no printed shape", "no preset"]),
@@ -448,7 +447,7 @@ ENGINES = {
 UNKNOWN_ENGINES = {
     ("torchtune full_finetune_single_device", "yes"): "torchtitan-0.2",
     ("torchtune full_finetune_single_device", "no"): "eager",
-    ("lit-gpt + flash-attn", ""): "eager",
+    ("lit-gpt + flash-attn", ""): "unknown",
 }
 
 
@@ -469,9 +468,9 @@ def test_a_known_engine_is_its_preset_and_no_assumption(system: str, compiled: s
         *((*key, name) for key, name in UNKNOWN_ENGINES.items()),
         ("my trainer", "yes", "torchtitan-0.2"),
         ("my trainer", "true", "torchtitan-0.2"),
-        ("my trainer", "no", "eager"),
-        ("my trainer", "", "eager"),
-        ("", "", "eager"),
+        ("my trainer", "no", "unknown"),
+        ("my trainer", "", "unknown"),
+        ("", "", "unknown"),
         ("MegaScale", "", "megatron-core"),
         ("GPT-NeoX on Frontier", "", "megatron-core"),
         ("MaxText (JAX)", "", "torchtitan-0.2"),

@@ -13,6 +13,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.fields import (
     UnmodelledRowError,
+    adapter_rank_of,
     dispatcher_of,
     flag,
     framework_of,
@@ -43,7 +44,7 @@ COLUMNS = (
     "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
     "zero_shards", "node_network_gbps", "network_gb_s", "allreduce_gb_s", "network_latency_us", "dispatcher",
     "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
-    "stage_split", "grad_accum_fusion", "after_pp_fix", "unmodelled",
+    "stage_split", "grad_accum_fusion", "after_pp_fix", "adapter_rank", "unmodelled",
 )  # fmt: skip
 NOTED = re.compile(r"(\w+)=([^;,\s]+)")
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
@@ -179,6 +180,7 @@ def _model(values: Mapping[str, str], assumptions: list[str], state: NetworkStat
             "framework": framework,
             "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
             "gradients": _gradients(values, framework),
+            "adapter_rank": adapter_rank_of(values, assumptions),
             "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
         },
         "job",
