@@ -18,7 +18,7 @@ from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, ro
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
 from ultrascale.cost.hardware import Workload
-from ultrascale.cost.memory import states
+from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, trained_fraction, uses_fused_blocks
 from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
@@ -316,6 +316,7 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     gathered = np.where((level == 1) | (level == 2), trained * sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
     optimizer, offload = _optimizer(work, params, forward, backward)
+    offload = offload + _activation_offload_s(work, share, forward, backward)
     if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
@@ -329,6 +330,17 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     elif job.framework.fused_blocks:
         optimizer = np.maximum(optimizer, host.weights_launch_s(job.model, machine, share.layers))
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
+
+
+def _activation_offload_s(work: Workload, share: RankShare, forward: Array, backward: Array) -> Array:
+    """What layers save goes to the host beside forward and returns beside backward, in each micro-batch."""
+    job, columns, machine = work.job, work.columns, work.machine
+    saved = share.dense_layers * activations.layer(job, columns, moe=False).total
+    if job.model.moe_layers:
+        saved = saved + share.moe_layers * activations.layer(job, columns, moe=True).total
+    transfer_s = saved / (machine.gpu.pcie_bandwidth_gb_s * 1e9 * machine.efficiency.host_link)
+    waited = exposed(transfer_s, forward, machine.efficiency) + exposed(transfer_s, backward, machine.efficiency)
+    return np.where(columns.is_("offload", "activations"), columns.gas * waited, 0.0)
 
 
 def _optimizer(work: Workload, params: states.RankParameters, forward: Array, backward: Array) -> tuple[Array, Array]:
@@ -346,6 +358,6 @@ def _optimizer(work: Workload, params: states.RankParameters, forward: Array, ba
     # Offloaded parameters cross the host link before every forward and backward.
     fetch = held * b / host_link
     fetched = exposed(fetch, forward, machine.efficiency) + exposed(fetch, backward, machine.efficiency)
-    away = ~columns.is_("offload", "none")
+    away = columns.offloads_states
     offload = np.where(away, on_host, 0.0) + np.where(columns.is_("offload", "parameters"), columns.gas * fetched, 0.0)
     return np.where(away, norm, on_gpu), np.asarray(offload)

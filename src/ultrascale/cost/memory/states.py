@@ -324,13 +324,15 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         gradients_sharded = gradients_sharded & (columns.pp == 1)
     whole = gradient_bytes(job) * (params.total - params.padding)
     in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
-    on_gpu = columns.is_("offload", "none")
+    on_gpu = ~columns.offloads_states
     gradients = np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole)
     if job.framework.accumulation == "bf16-and-fp32":
         # Of ZeRO-1 those of backward, which the next micro-batch finds; of ZeRO-2 always, and shards from the first reduction.
         first = columns.gas == 1
         beside = np.where((zero == 1) & first, 0.0, compute * params.total)
         gradients = np.where((zero == 2) & first, 0.0, gradients) + np.where((zero == 1) | (zero == 2), beside, 0.0)
+    if job.framework.accumulation == "stepped":  # the embedding's is the largest that is live
+        gradients = gradient_bytes(job) * np.maximum(params.layer, params.ends)
     trained = trained_fraction(job)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),

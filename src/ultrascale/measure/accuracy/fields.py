@@ -202,7 +202,9 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
             changes["routing"] = "capacity"
         elif flag(values, "cuda_graphs"):
             changes["routing"] = "graphed"
-    if flag(values, "grad_accum_fusion") is False:
+    if flag(values, "optimizer_in_backward"):
+        changes["accumulation"] = "stepped"
+    elif flag(values, "grad_accum_fusion") is False:
         changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"

@@ -44,7 +44,8 @@ COLUMNS = (
     "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
     "zero_shards", "node_network_gbps", "network_gb_s", "allreduce_gb_s", "network_latency_us", "dispatcher",
     "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
-    "stage_split", "grad_accum_fusion", "after_pp_fix", "adapter_rank", "unmodelled",
+    "stage_split", "grad_accum_fusion", "after_pp_fix", "adapter_rank", "optimizer_in_backward",
+    "offload", "unmodelled",
 )  # fmt: skip
 NOTED = re.compile(r"(\w+)=([^;,\s]+)")
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
@@ -193,6 +194,7 @@ def _model(values: Mapping[str, str], assumptions: list[str], state: NetworkStat
         "zero_shards": whole(values, "zero_shards"),
         "recompute": recompute or "none",
         "dispatcher": dispatcher_of(values, assumptions),
+        "offload": values.get("offload") or "none",
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
     }
