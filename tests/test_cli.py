@@ -245,6 +245,19 @@ def test_presets_list_models_gpus_and_clusters(run: Run) -> None:
     assert found["gpus"]["h100"]["sources"]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        ("8xh100", "Regime: compute-bound "),
+        ("8xmi300x", "Regime: compute-bound; outside of what was measured: fewer than 2 sources measured such models on cdna3"),
+    ],
+)
+def test_plan_says_its_regime_and_whether_it_was_measured(run: Run, cluster: str, says: str) -> None:
+    code, out, _ = run("plan", "llama-3-8b", "--cluster", cluster, "--batch-tokens", "1M", "--seq", "8192", "--top", 1)
+    assert code == 0
+    assert says in " ".join(out.split())
+
+
 def test_one_preset_shows_every_field_with_its_source(run: Run) -> None:
     code, out, _ = run("presets", "h100")
     assert code == 0

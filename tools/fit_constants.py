@@ -26,6 +26,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import SUSTAINED
 from ultrascale.cost.kernels import attention_rates
 from ultrascale.cost.legality import problem
+from ultrascale.cost.ranges import regime
 from ultrascale.measure.accuracy.runs import MeasuredRun, read
 from ultrascale.measure.accuracy.scores import adjusted, measured_rate, score, source_group
 from ultrascale.specs.efficiency import Efficiency
@@ -141,7 +142,7 @@ def main() -> None:
     LEFT_OUT.write_text(json.dumps({"fitted_by": "tools/fit_constants.py", "multipliers": left_out}, indent=1) + "\n")
     residuals: list[dict[str, Any]] = []
     for one in score(runs, without_its_source):  # type: ignore[arg-type]
-        if one.ratio is None or one.run.job is None:
+        if one.ratio is None or one.run.job is None or one.estimate is None:
             continue
         job = one.run.job
         residuals.append(
@@ -150,7 +151,7 @@ def main() -> None:
                 "source": source_group(one.run),
                 "framework": job.framework.name,
                 "architecture": job.cluster.gpu.architecture,
-                "experts": job.model.moe is not None,
+                "regime": regime(job, one.estimate.time),
                 "log": round(math.log(one.ratio), 4),
             }
         )
@@ -162,7 +163,7 @@ def main() -> None:
     written = {"fitted_by": "tools/fit_constants.py, every row without its own source", "time": residuals, "memory": memory}
     RESIDUALS.write_text(json.dumps(written, indent=1) + "\n")
     for label, experts in (("dense", False), ("experts", True)):
-        errors = [abs(math.exp(row["log"]) - 1) for row in residuals if row["experts"] is experts]
+        errors = [abs(math.exp(row["log"]) - 1) for row in residuals if (row["regime"] == "experts") is experts]
         if errors:
             print(f"leave one source out, {label}: {np.mean(errors):.1%} mean error over {len(errors)} rows")
 

@@ -7,7 +7,8 @@ import pytest
 
 from builders import make_job
 from ultrascale.cost import engines
-from ultrascale.cost.estimate import estimate, memory_limit_gib
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.ranges import memory_limit_gib
 from ultrascale.plan import advice
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.plan.search import plan

@@ -11,15 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import make_job
-from ultrascale.cost import estimate as estimate_module
-from ultrascale.cost.estimate import MIN_SIMILAR_RUNS, PredictionError, estimate, estimate_range, quantile, similar, time_range
+from ultrascale.cost import ranges
+from ultrascale.cost.estimate import estimate
+from ultrascale.cost.hardware import SUSTAINED
+from ultrascale.cost.ranges import MIN_SIMILAR_RUNS, PredictionError, estimate_range, quantile, regime, similar, time_range
 from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.estimate import CAUSES, Time
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
 JOB = make_job(seq=4096, batch=32, framework="ultrascale")
+COMPUTE = "compute-bound"
+
+
+def time(**seconds: float) -> Time:
+    """Nine tenths of a second of matmuls beside what is given."""
+    return Time(**{**dict.fromkeys(CAUSES, 0.0), "matmul_s": 0.9, **seconds})
+
+
+ONE_SECOND = time(matmul_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +100,12 @@ def test_an_estimate_lies_in_its_range_and_names_its_reference_runs(
     assert 0 < span.fit_probability < 1
     count = re.match(r"(\d+) runs", span.based_on)
     assert count is not None
-    assert int(count[1]) == len(similar(what)[0]) >= MIN_SIMILAR_RUNS
+    assert int(count[1]) == len(similar(what, span.regime).errors) >= MIN_SIMILAR_RUNS
 
 
 def test_fitting_becomes_less_likely_as_the_peak_nears_the_capacity() -> None:
     peaks = [40.0, 60.0, 70.0, 74.0, 76.0, 78.0, 80.0, 82.0, 86.0, 100.0, 160.0]
-    chances = [estimate_range(JOB, 1.0, peak, 80.0).fit_probability for peak in peaks]
+    chances = [estimate_range(JOB, ONE_SECOND, peak, 80.0).fit_probability for peak in peaks]
     assert chances == sorted(chances, reverse=True)
     assert chances[0] > 0.9
     assert chances[-1] < 0.1
@@ -102,22 +114,13 @@ def test_fitting_becomes_less_likely_as_the_peak_nears_the_capacity() -> None:
 
 
 def test_the_range_scales_with_the_step() -> None:
-    one, ten = estimate_range(JOB, 1.0, 50.0, 80.0), estimate_range(JOB, 10.0, 50.0, 80.0)
+    one, ten = (estimate_range(JOB, time(matmul_s=each), 50.0, 80.0) for each in (1.0, 10.0))
     assert ten.step_time_low_s == pytest.approx(10 * one.step_time_low_s)
     assert ten.step_time_high_s == pytest.approx(10 * one.step_time_high_s)
 
 
-def row(
-    log: float, source: str = "a/a", framework: str = "ultrascale", architecture: str = "hopper", experts: bool = False
-) -> Any:
-    return {
-        "id": f"{source} {log}",
-        "source": source,
-        "framework": framework,
-        "architecture": architecture,
-        "experts": experts,
-        "log": log,
-    }
+def row(log: float, source: str = "a/a", architecture: str = "hopper", regime: str = COMPUTE) -> Any:
+    return {"id": f"{source} {log}", "source": source, "architecture": architecture, "regime": regime, "log": log}
 
 
 def rows(count: int, sources: int = 2, **fields: Any) -> list[Any]:
@@ -128,68 +131,97 @@ def rows(count: int, sources: int = 2, **fields: Any) -> list[Any]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(*lists: list[Any]) -> None:
         table = {"time": [one for some in lists for one in some], "memory": [{"id": "m", "source": "a/a", "log": 0.0}]}
-        monkeypatch.setattr(estimate_module, "_residuals", lambda: table)
+        monkeypatch.setattr(ranges, "_residuals", lambda: table)
 
     return use
 
 
-def test_reference_runs_are_of_the_same_engine_and_chip_where_enough(runs: Any) -> None:
-    runs(rows(MIN_SIMILAR_RUNS), rows(30, framework="nanotron"), rows(30, architecture="ampere"))
-    logs, words = similar(JOB)
-    assert len(logs) == MIN_SIMILAR_RUNS
-    assert words == f"{MIN_SIMILAR_RUNS} runs of 2 sources: ultrascale on hopper"
-
-
 @pytest.mark.parametrize(
-    ("count", "sources"), [(MIN_SIMILAR_RUNS - 1, 2), (MIN_SIMILAR_RUNS, 1)], ids=["too few runs", "one source"]
+    ("seconds", "expected"),
+    [
+        ({"attention_s": 0.1}, COMPUTE),
+        ({"tensor_s": 0.08, "send_s": 0.07}, COMPUTE),
+        ({"tensor_s": 0.08, "send_s": 0.08}, "communication-bound"),
+        ({"launch_s": 0.03, "overhead_s": 0.03, "data_s": 0.5, "matmul_s": 0.4}, "host-bound"),
+    ],
 )
-def test_reference_runs_extend_to_other_engines_on_the_chip(runs: Any, count: int, sources: int) -> None:
-    runs(rows(count, sources), rows(30, framework="nanotron"), rows(30, architecture="ampere"), rows(30, experts=True))
-    logs, words = similar(JOB)
-    assert len(logs) == count + 30
-    assert words.endswith(": dense models on hopper")
+def test_the_regime_is_what_the_step_depends_on_most(seconds: dict[str, float], expected: str) -> None:
+    """Exposed communication from 15 % of the step on; launches from 5 % on come before it."""
+    spent = time(**seconds)
+    assert regime(JOB, spent) == expected
+    assert regime(make_job("qwen3-30b-a3b", "32xh100", 4096, 128, "ultrascale"), spent) == "experts"
+
+
+def test_reference_runs_are_of_the_same_regime_and_chip_where_enough(runs: Any) -> None:
+    runs(rows(MIN_SIMILAR_RUNS), rows(30, regime="communication-bound"), rows(30, architecture="ampere"))
+    found = similar(JOB, COMPUTE)
+    assert len(found.errors) == MIN_SIMILAR_RUNS
+    assert found.words == f"{MIN_SIMILAR_RUNS} runs of 2 sources: compute-bound dense models on hopper"
+    assert not found.outside
 
 
 def test_reference_runs_extend_to_other_chips(runs: Any) -> None:
-    runs(rows(MIN_SIMILAR_RUNS - 1), rows(30, architecture="ampere"), rows(30, experts=True))
-    logs, words = similar(JOB)
-    assert len(logs) == MIN_SIMILAR_RUNS - 1 + 30
-    assert words.endswith(": dense models")
+    runs(rows(MIN_SIMILAR_RUNS - 1), rows(30, architecture="ampere"), rows(30, regime="experts"))
+    found = similar(JOB, COMPUTE)
+    assert len(found.errors) == MIN_SIMILAR_RUNS - 1 + 30
+    assert found.words.endswith(": compute-bound dense models")
+    assert not found.outside  # two sources measured dense models on the chip
 
 
-def test_reference_runs_extend_to_all_runs_last(runs: Any) -> None:
-    runs(rows(MIN_SIMILAR_RUNS - 1), rows(30, experts=True))
-    logs, words = similar(JOB)
-    assert len(logs) == MIN_SIMILAR_RUNS - 1 + 30
-    assert words.endswith(": all models")
+def test_a_chip_that_one_source_measured_is_outside_and_may_be_slower(runs: Any) -> None:
+    runs(rows(MIN_SIMILAR_RUNS, sources=1), rows(30, architecture="ampere"))
+    found, ampere = similar(JOB, COMPUTE), similar(make_job(cluster="8xa100-80", seq=4096, batch=32), COMPUTE)
+    assert found.outside == "fewer than 2 sources measured such models on hopper"
+    assert not ampere.outside
+    shares = [rates["bf16"] for rates in SUSTAINED.values()]
+    wide = quantile(found.errors, 0.95)
+    assert found.interval()[1] == pytest.approx(wide + math.log(max(shares) / min(shares)))
+    assert ampere.interval()[1] == pytest.approx(quantile(ampere.errors, 0.88))
+
+
+def test_a_regime_without_runs_is_outside(runs: Any) -> None:
+    runs(rows(MIN_SIMILAR_RUNS))
+    found = similar(JOB, "host-bound")
+    assert found.outside == "too few runs of host-bound dense models were measured"
+    assert found.words.endswith(": all models")
+
+
+def test_an_unknown_engine_is_outside_and_may_be_faster(runs: Any) -> None:
+    runs(rows(MIN_SIMILAR_RUNS))
+    unknown = make_job(seq=4096, batch=32, framework="unknown")
+    spent = time(memory_bound_s=0.1)
+    low, _, found = time_range(unknown, spent)
+    assert found.outside == "an engine that is not known"
+    # Of its memory-bound second tenth, a lean engine would need a third.
+    assert low == pytest.approx(math.exp(quantile(found.errors, 0.05)) * (1 - 0.1 * 2 / 3))
 
 
 def test_moe_models_use_runs_of_moe_models(runs: Any) -> None:
-    runs(rows(40, framework="megatron-core"), rows(20, experts=True, framework="megatron-core", architecture="ampere"))
-    logs, words = similar(make_job("qwen3-30b-a3b", "32xh100", 4096, 128, "ultrascale"))
-    assert len(logs) == 20
-    assert words.endswith(": models with experts")
+    runs(rows(40), rows(20, regime="experts", architecture="ampere"), rows(4, regime="experts"))
+    found = similar(make_job("qwen3-30b-a3b", "32xh100", 4096, 128, "ultrascale"), "experts")
+    assert len(found.errors) == 24
+    assert found.words.endswith(": models with experts")
 
 
 def test_an_excluded_source_contributes_no_runs(runs: Any) -> None:
     runs(rows(MIN_SIMILAR_RUNS), [row(9.0, source="odd/one"), row(-9.0, source="odd/one")])
     odd = {PredictionError(9.0, "odd/one"), PredictionError(-9.0, "odd/one")}
-    assert odd <= set(similar(JOB)[0])
-    assert not odd & set(similar(JOB, "odd/one")[0])
-    low, high, _ = time_range(JOB, 1.0, "odd/one")
+    assert odd <= set(similar(JOB, COMPUTE).errors)
+    assert not odd & set(similar(JOB, COMPUTE, "odd/one").errors)
+    low, high, _ = time_range(JOB, ONE_SECOND, "odd/one")
     assert math.exp(0.0) <= low < high <= math.exp(MIN_SIMILAR_RUNS / 100)
 
 
 def test_optimistic_predictions_shift_the_range_up(runs: Any) -> None:
     """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
     runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(MIN_SIMILAR_RUNS + 1)])
-    low, high, _ = time_range(JOB, 1.0)
-    assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.4, rel=1e-6)  # place 0.1 · 14 of 13
-    assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.6, rel=1e-6)
+    low, high, _ = time_range(JOB, ONE_SECOND)
+    assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.68, rel=1e-6)  # place 0.12 · 14 of 13
+    assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.32, rel=1e-6)
 
 
 def test_fit_probability_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three runs, one used a quarter more than predicted; 70 GiB would then be 87.5: (2 + 1) / (3 + 2)."""
     memory = [{"id": str(x), "source": "a/a", "log": math.log(x)} for x in (0.95, 1.0, 1.25)]
-    monkeypatch.setattr(estimate_module, "_residuals", lambda: {"time": rows(MIN_SIMILAR_RUNS), "memory": memory})
-    assert estimate_range(JOB, 1.0, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)
+    monkeypatch.setattr(ranges, "_residuals", lambda: {"time": rows(MIN_SIMILAR_RUNS), "memory": memory})
+    assert estimate_range(JOB, ONE_SECOND, 70.0, 80.0).fit_probability == pytest.approx(3 / 5)

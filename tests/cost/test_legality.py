@@ -11,6 +11,7 @@ from builders import make_job
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.legality import RULES, check, legal_rows, problem
 from ultrascale.specs.errors import SpecError, divisors, near
+from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 
@@ -129,6 +130,14 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
         "recompute_layers",
         "5",
         ({"recompute_layers": 4},),
+    ),
+    "optimizer in backward": (
+        15,
+        make_job(framework=Framework.load("eager").model_copy(update={"accumulation": "stepped"})),
+        Layout(dp=8, gas=8),
+        "gas",
+        "8",
+        ({"gas": 1},),
     ),
 }
 

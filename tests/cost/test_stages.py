@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost.estimate import estimate
+from ultrascale.cost.legality import problem
 from ultrascale.cost.stages import chunk_layers, nanotron_stage_split, rank_shares, representative_ranks, torchtitan_stage_split
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
@@ -106,6 +108,21 @@ def test_representative_ranks_include_peak_and_slowest() -> None:
     assert shares[2][:2] == (0, 2)
     assert {shares[rank] for rank in representatives} == set(shares)
     assert len(representatives) < 12
+
+
+def test_embedding_and_head_may_be_stages_of_their_own() -> None:
+    """Qwen3-235B's 94 layers in 32 · 3 stages (mzqwen-004): the ends count as layers, one for each stage."""
+    engine = Framework.load("megatron-core").model_copy(update={"stage_split": "layers-and-ends"})
+    thin = Layout(tp=2, pp=32, dp=4, ep=8, virtual_stages=3, schedule="interleaved", gas=512)
+    job = make_job("qwen3-235b-a22b", "256xh100", 4096, thin, engine)
+    assert chunk_layers(job, 32, 3) == (0, *[1] * 94, 0)
+    assert chunk_layers(job, 8, 1) == (11, *[12] * 6, 11)
+    assert chunk_layers(job, 1, 1) == (94,)
+    assert problem(job, thin) is None
+    assert estimate(job, thin).memory[0].layers == 2
+    assert "96 but there are only 94 layers" in (problem(job.changed(framework=Framework.load("megatron-core")), thin) or "")
+    too_many = thin.changed(pp=64, dp=2, ep=4, gas=1024, virtual_stages=2)
+    assert "64·2 = 128 but there are only 96 layers" in (problem(job, too_many) or "")
 
 
 def test_torchtitan_counts_the_embedding_and_the_head_as_layers() -> None:

@@ -10,7 +10,8 @@ import pytest
 from row_builders import FULL, PUBLISHED, row, run, write
 
 from ultrascale.measure.accuracy.fields import dispatcher_of, framework_of, gpu_kind
-from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, healthy_all_reduce_gb_s, read, read_row
+from ultrascale.measure.accuracy.network_state import healthy_all_reduce_gb_s
+from ultrascale.measure.accuracy.runs import REQUIRED, MeasuredRun, read, read_row
 from ultrascale.measure.accuracy.scores import score
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
@@ -179,7 +180,6 @@ BAD = {
     "4-bit": ({"precision": "NVFP4"}, ["precision", "NVFP4", "4-bit"]),
     "fp8 on A100": ({"gpu": "A100-80GB", "precision": "fp8"}, ["fp8", "a100-80"]),
     "zero stage": ({"zero_stage": 5}, ["zero_stage", "5", "0, 1, 2 or 3"]),
-    "lora": ({"model": "LLAMA2-7B LoRA"}, ["LoRA", "not modelled"]),
     "hybrid": ({"model": "Nemotron_3_Super"}, ["Nemotron_3_Super", "state-space"]),
     "mamba": ({"model": "Mamba-2.8B", "layers": 64, "hidden": 2560}, ["Mamba-2.8B", "state-space"]),
     "unknown shape": ({"model": "Foo-7B"}, ["Foo-7B", "no printed shape", "no preset"]),
@@ -447,7 +447,7 @@ ENGINES = {
 UNKNOWN_ENGINES = {
     ("torchtune full_finetune_single_device", "yes"): "torchtitan-0.2",
     ("torchtune full_finetune_single_device", "no"): "eager",
-    ("lit-gpt + flash-attn", ""): "eager",
+    ("lit-gpt + flash-attn", ""): "unknown",
 }
 
 
@@ -468,9 +468,9 @@ def test_a_known_engine_is_its_preset_and_no_assumption(system: str, compiled: s
         *((*key, name) for key, name in UNKNOWN_ENGINES.items()),
         ("my trainer", "yes", "torchtitan-0.2"),
         ("my trainer", "true", "torchtitan-0.2"),
-        ("my trainer", "no", "eager"),
-        ("my trainer", "", "eager"),
-        ("", "", "eager"),
+        ("my trainer", "no", "unknown"),
+        ("my trainer", "", "unknown"),
+        ("", "", "unknown"),
         ("MegaScale", "", "megatron-core"),
         ("GPT-NeoX on Frontier", "", "megatron-core"),
         ("MaxText (JAX)", "", "torchtitan-0.2"),
@@ -559,14 +559,20 @@ def test_healthy_all_reduces_are_between_those_seen_and_fall_beyond() -> None:
     assert healthy_all_reduce_gb_s(16) == pytest.approx(187 * 187 / 205)
 
 
-def test_slow_sends_are_those_of_pipelines_over_nodes() -> None:
-    def overhead(pp: int, gpus: int = 16) -> float:
-        job = run(gpus=gpus, dp=gpus // pp, pp=pp, notes="after_pp_fix=False").job
+def test_blocking_sends_are_those_of_pipelines_over_nodes() -> None:
+    def overhead(pp: int, gpus: int = 16, **cells: str) -> float:
+        job = run(gpus=gpus, dp=gpus // pp, pp=pp, **cells).job
         assert job is not None
         return job.cluster.efficiency.action_overhead_s
 
-    assert [overhead(2), overhead(4)] == pytest.approx([0.26, 0.52])
-    assert overhead(2, gpus=8) == overhead(1)
+    assert [overhead(2, after_pp_fix="no"), overhead(4, after_pp_fix="no")] == pytest.approx([0.26, 0.52])
+    assert overhead(2, gpus=8, after_pp_fix="no") == overhead(1, after_pp_fix="no") == overhead(2)
+
+
+def test_notes_fill_blank_cells_of_known_columns() -> None:
+    noted = read_row(row(zero_shards="", vpp="1", notes="1f1b; zero_shards=4; vpp=2, after_pp_fix=False; tie=True"), 2).values
+    assert (noted["zero_shards"], noted["vpp"], noted["after_pp_fix"]) == ("4", "1", "False")
+    assert "tie" not in noted
 
 
 def test_network_sharding_and_gradients_come_from_the_row() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from builders import make_job
-from ultrascale.cost.estimate import MIN_FIT, DraftEstimate, drafts, estimate, memory_limit_gib
+from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.legality import problem
+from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.cost.table import SearchTable
 from ultrascale.plan.candidates import LayoutConstraints, cores, rank
 from ultrascale.plan.search import LayoutPreview, plan

@@ -106,6 +106,11 @@ class LayoutColumns:
         return self.take(first), inverse
 
     @property
+    def offloads_states(self) -> Array:
+        """Rows whose optimizer steps on the host."""
+        return self.is_("offload", "optimizer") | self.is_("offload", "parameters")
+
+    @property
     def data_ranks(self) -> Array:
         return np.asarray(self.dp * self.cp)
 

@@ -9,7 +9,15 @@ import numpy as np
 from ultrascale.cost import host
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import Workload
-from ultrascale.cost.memory.states import FP32, RankParameters, compute_bytes, fp8_saving, gradient_bytes, uses_fused_blocks
+from ultrascale.cost.memory.states import (
+    FP32,
+    RankParameters,
+    compute_bytes,
+    fp8_saving,
+    gradient_bytes,
+    trained_fraction,
+    uses_fused_blocks,
+)
 from ultrascale.cost.network import CollectiveTransfer, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
@@ -27,12 +35,14 @@ TENSORS_PER_LAYER = 9
 def data_traffic(work: Workload, params: RankParameters) -> tuple[CollectiveTransfer, ...]:
     """The reduction of the trunk's gradients, and of the experts'."""
     groups = ((params.trunk, work.places.data), (params.experts, work.places.expert_data))
-    return tuple(transfer(work.machine, "data", "all_reduce", gradient_bytes(work.job) * each, group) for each, group in groups)
+    b = trained_fraction(work.job) * gradient_bytes(work.job)
+    return tuple(transfer(work.machine, "data", "all_reduce", b * each, group) for each, group in groups)
 
 
-def reduced_bytes(job: Job) -> int:
-    """Bytes of an element's gradient on its way between ZeRO's ranks."""
-    return compute_bytes(job) if job.framework.accumulation == "bf16-and-fp32" else gradient_bytes(job)
+def reduced_bytes(job: Job) -> float:
+    """Bytes of an element's gradient on its way between ZeRO's ranks, in the mean over the model's elements."""
+    each = compute_bytes(job) if job.framework.accumulation == "bf16-and-fp32" else gradient_bytes(job)
+    return trained_fraction(job) * each
 
 
 def data_exposed_s(work: Workload, reduction: Array, backward: Array, layers: Array) -> Array:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,18 +15,13 @@ from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import Peak, peaks, runtime
 from ultrascale.cost.memory.states import uses_fused_blocks
 from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.ranges import estimate_range
 from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
-from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, EstimateRange, Memory, StageMemory, Time
-from ultrascale.specs.files import package_data
+from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
-
-MIN_SIMILAR_RUNS = 12  # for quantiles; with fewer, less similar runs are included
-LOW, HIGH = 0.10, 0.90
-MIN_FIT = 0.9  # the least probability to fit of a layout that is recommended
 
 
 @dataclass(frozen=True)
@@ -130,8 +122,11 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
     stepping = [one.memory.parameters + one.memory.master + one.memory.gradients + one.memory.optimizer for one in stage_memory]
     first_step = max(*stepping, *(one.memory.total - one.memory.optimizer for one in stage_memory))
 
+    # Frozen weights have no gradients.
+    left_out = 0.0 if job.adapter_rank is None else flops.matmul_flops(job.model) + flops.head_flops(job.model)
+
     def utilisation(flops_per_token: float) -> float:
-        return per_gpu * flops_per_token / job.peak_flops
+        return per_gpu * (flops_per_token - left_out) / job.peak_flops
 
     def hardware(causal: bool) -> float:
         recomputed = stages.recomputed_fraction(job, layout)
@@ -149,7 +144,7 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         hfu=utilisation(hardware(causal=False)),
         mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
         hfu_causal=utilisation(hardware(causal=True)),
-        model_tflops_per_gpu=per_gpu * flops.model_flops(job.model, job.seq) / 1e12,
+        model_tflops_per_gpu=per_gpu * (flops.model_flops(job.model, job.seq) - left_out) / 1e12,
         peak_gib=draft.peak_gib,
         capacity_gib=draft.capacity_gib,
         fits=draft.fits,
@@ -161,7 +156,7 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         time=time,
         traffic=tuple(traffic.by_technique(job, layout, view.machine, time)),
         activations=tuple(_activation_items(view, draft.at_peak[peak.stage])),
-        range=estimate_range(job, step_s, draft.peak_gib, draft.capacity_gib),
+        range=estimate_range(job, time, draft.peak_gib, draft.capacity_gib),
         train_days=days,
         gpu_hours=hours,
         cost_usd=hours * price if hours is not None and price is not None else None,
@@ -271,101 +266,3 @@ def _range_notes(view: LayoutRows) -> list[str]:
         if sentence := kernels.outside_range(surface, *shape):
             outside.setdefault(sentence, []).append(matmul.name)
     return [f"matmul {', '.join(names)}: {sentence}, extrapolated" for sentence, names in outside.items()]
-
-
-# ------------------------------------------------------ range: errors of similar runs whose source the constants had not seen
-
-
-class PredictionError(NamedTuple):
-    """Of one run: the log of predicted over measured speed, or of measured over predicted memory."""
-
-    log: float
-    source: str
-
-
-def _residuals() -> Any:
-    return package_data("ultrascale.cost", "surfaces/residuals.json")
-
-
-def similar(job: Job, without_source: str | None = None) -> tuple[list[PredictionError], str]:
-    """Errors of the nearest kind of runs, and which kind that is in words."""
-    rows = [row for row in _residuals()["time"] if row["source"] != without_source]
-    experts = job.model.moe is not None
-    framework, architecture = job.framework.name, job.cluster.gpu.architecture
-    on_kind = [row for row in rows if row["experts"] == experts]
-    on_chip = [row for row in on_kind if row["architecture"] == architecture]
-    kind = "models with experts" if experts else "dense models"
-    circles = (
-        (f"{framework} on {architecture}", [row for row in on_chip if row["framework"] == framework]),
-        (f"{kind} on {architecture}", on_chip),
-        (kind, on_kind),
-    )
-    for words, found in circles:
-        sources = len({row["source"] for row in found})
-        if len(found) >= MIN_SIMILAR_RUNS and sources >= 2:
-            return _errors(found), f"{len(found)} runs of {sources} sources: {words}"
-    return _errors(rows), f"{len(rows)} runs: all models"
-
-
-def _errors(rows: Iterable[dict[str, Any]]) -> list[PredictionError]:
-    return [PredictionError(row["log"], row["source"]) for row in rows]
-
-
-def quantile(errors: Sequence[PredictionError], share: float) -> float:
-    """Where the error of a run of a new source falls below with that probability.
-
-    Runs of one source resemble each other: each source has one vote, and the new one may be anywhere. Where every run has its
-    own source that is conformal prediction's: below the k-th of n with k / (n + 1).
-    """
-    ordered, runs = sorted(errors), Counter(error.source for error in errors)
-    votes = np.asarray([1 / runs[error.source] for error in ordered])
-    below = (np.cumsum(votes) - votes / 2 + 0.5) / (len(runs) + 1)
-    return float(np.interp(share, below, [error.log for error in ordered]))
-
-
-def time_range(job: Job, step_time_s: float, without_source: str | None = None) -> tuple[float, float, str]:
-    """The 80 % interval of the step time: predicted too fast by x means the truth is x slower."""
-    errors, words = similar(job, without_source)
-    return step_time_s * math.exp(quantile(errors, LOW)), step_time_s * math.exp(quantile(errors, HIGH)), words
-
-
-def estimate_range(job: Job, step_time_s: float, peak_gib: float, capacity_gib: float) -> EstimateRange | None:
-    """None on a CPU: all runs that errors are known of are of GPUs."""
-    if job.cluster.efficiency.synchronous:
-        return None
-    low, high, words = time_range(job, step_time_s)
-    memory = _errors(_residuals()["memory"])
-    fitting = sum(peak_gib * math.exp(error.log) <= capacity_gib for error in memory)
-    return EstimateRange(
-        step_time_low_s=min(low, step_time_s),
-        step_time_high_s=max(high, step_time_s),
-        peak_low_gib=min(peak_gib, peak_gib * math.exp(quantile(memory, LOW))),
-        peak_high_gib=max(peak_gib, peak_gib * math.exp(quantile(memory, HIGH))),
-        fit_probability=_chance(fitting, len(memory)),
-        based_on=words,
-    )
-
-
-def _chance(runs: int, among: int) -> float:
-    """One run more that fits and one that does not: no finite number of runs makes a certainty."""
-    return (runs + 1) / (among + 2)
-
-
-def memory_limit_gib(job: Job, min_fit: float, min_free_gib: float) -> float:
-    """The largest predicted peak that fits with this probability and leaves so much memory free.
-
-    Errors of memory are known of GPUs only: on a CPU a peak fits or does not.
-    """
-    capacity = job.cluster.gpu.memory_gib
-    if not 0 <= min_free_gib < capacity:
-        raise SpecError(f"--min-free is {min_free_gib:g} GiB but must be less than the {capacity:.1f} GiB of a GPU: try 4")
-    if not 0 <= min_fit <= 1:
-        raise SpecError(f"--min-fit is {min_fit:g} but must be a probability from 0 to 1: try 0.9")
-    if job.cluster.efficiency.synchronous:
-        return capacity - min_free_gib
-    worst = sorted(error.log for error in _errors(_residuals()["memory"]))
-    enough = next((k for k in range(len(worst) + 1) if _chance(k, len(worst)) >= min_fit), None)
-    if enough is None:
-        raise SpecError(f"--min-fit is {min_fit:g} but {len(worst)} runs tell at most {_chance(len(worst), len(worst)):.2f}")
-    share = math.exp(-worst[enough - 1]) if enough else math.inf
-    return min(capacity - min_free_gib, capacity * share)

@@ -148,6 +148,11 @@ def _recompute_layers_sentence(job: Job, layout: Layout) -> str:
     return f"{given} but a pipeline stage has {most} layers: try {most} or less, or null for all"
 
 
+def _pipeline_layers(job: Job) -> int:
+    """What stages are cut from: embedding and head too where they count as layers."""
+    return job.model.layers + 2 * (job.framework.stage_split == "layers-and-ends")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("dp", "tp", "pp", "cp"), lambda job, c: np.asarray(c.dp * c.tp * c.pp * c.cp == job.cluster.gpus), _gpus),
     Rule(("tp",), _tp_cuts_heads, _tp_sentence),
@@ -172,10 +177,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("ep", "dp", "cp", "tp"), _ep_cuts_experts, _ep_sentence),
     Rule(
         ("pp", "virtual_stages"),
-        lambda job, c: np.asarray(c.pp * c.virtual_stages <= job.model.layers),
+        lambda job, c: np.asarray(c.pp * c.virtual_stages <= _pipeline_layers(job)),
         lambda job, x: (
             f"layout.pp·virtual_stages is {x.pp}·{x.virtual_stages} = {x.pp * x.virtual_stages} but there are only "
-            f"{job.model.layers} layers: try pp={max(1, job.model.layers // x.virtual_stages)}"
+            f"{_pipeline_layers(job)} layers: try pp={max(1, _pipeline_layers(job) // x.virtual_stages)}"
         ),
     ),
     Rule(("schedule", "pp", "gas", "virtual_stages"), _schedule_legal, _schedule_sentence),
@@ -207,6 +212,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(("recompute", "recompute_layers", "pp", "virtual_stages"), _recomputes_some_layers, _recompute_layers_sentence),
+    Rule(
+        ("gas",),
+        lambda job, c: np.asarray((job.framework.accumulation != "stepped") | (c.gas == 1)),
+        lambda job, x: f"layout.gas is {x.gas} but an optimizer in backward steps after one micro-batch: try gas=1",
+    ),
 )
 
 

@@ -9,7 +9,14 @@ import numpy as np
 from ultrascale.cost import host, kernels
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
-from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, gradient_bytes, has_master, uses_fused_blocks
+from ultrascale.cost.memory.states import (
+    accumulates_nothing,
+    compute_bytes,
+    gradient_bytes,
+    has_master,
+    trained_fraction,
+    uses_fused_blocks,
+)
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.model import Model
 
@@ -126,6 +133,26 @@ def matmul_passes(machine: ClusterRates, matmuls: list[Matmul]) -> Passes:
     return total
 
 
+def frozen(job: Job, passes: Passes) -> Passes:
+    """Without gradients of weights, where adapters alone are trained."""
+    return passes if job.adapter_rank is None else replace(passes, weight_grad=0.0 * passes.weight_grad)
+
+
+def adapter_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[Passes, Passes]:
+    """GEMMs of a layer's adapter (Hu 2021: down to its rank and up again), and the sums with what it stands beside.
+
+    Two tensors are read and one written: the outputs of q, k, v forward, their input's gradients backward.
+    """
+    assert job.adapter_rank is not None
+    model, tokens, rank = job.model, columns.tokens(job.seq), np.asarray(float(job.adapter_rank))
+    width = model.q_dim / columns.tp + 2 * model.kv_dim / np.minimum(columns.tp, model.kv_heads)
+    hidden = np.asarray(float(model.hidden))
+    down = Matmul("adapter down", tokens, rank, hidden, in_fp8=False)
+    up = Matmul("adapter up", tokens, width, rank, in_fp8=False)
+    sums = (machine.stream_s(3 * compute_bytes(job) * tokens * each) for each in (width, hidden))
+    return matmul_passes(machine, [down, up]), Passes(*sums)
+
+
 def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     """Bytes that the operators between the matmuls of one layer read and write in forward, moving tokens left aside.
 
@@ -170,17 +197,21 @@ def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elemen
     """
     b, g = compute_bytes(job), gradient_bytes(job)
     # Fused into the matmul, its own write of the gradient (counted with the matmul) becomes the read and write in fp32.
-    each = machine.stream_s(elements * (2 * g - b if job.framework.accumulation == "fused" else b + 2 * g))
+    moved = 2 * g - b if job.framework.accumulation == "fused" else b + 2 * g
+    each = machine.stream_s(trained_fraction(job) * elements * moved)
     return np.where(accumulates_nothing(job, columns), 0.0, each) if job.framework.fused_blocks else each
 
 
 def fp8_casts(job: Job, machine: ClusterRates, matmuls: list[Matmul]) -> Passes:
-    """Operands of fp8 matmuls are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients."""
+    """Operands of fp8 matmuls are read in bf16 and written in fp8 twice, as they are and transposed for weight gradients,
+    which frozen weights do not have.
+    """
     if job.precision != "fp8":
         return Passes()
     cast = [p for p in matmuls if p.in_fp8]
-    inputs = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.k for p in cast)))
-    gradients = machine.stream_s(np.asarray(sum(4.0 * p.count * p.m * p.n for p in cast)))
+    each = 4.0 if job.adapter_rank is None else 3.0
+    inputs = machine.stream_s(np.asarray(sum(each * p.count * p.m * p.k for p in cast)))
+    gradients = machine.stream_s(np.asarray(sum(each * p.count * p.m * p.n for p in cast)))
     return Passes(inputs, gradients)
 
 
@@ -235,7 +266,7 @@ def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at
 def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
     """A layer that nothing waits for, at the clock of matmuls in a row."""
     matmuls = layer_matmuls(job, columns, moe)
-    matmul = matmul_passes(machine, engine_matmuls(job, columns, matmuls))
+    matmul = frozen(job, matmul_passes(machine, engine_matmuls(job, columns, matmuls)))
     scores = kernels.attention_passes(job, columns, machine)
     elementwise = host.relative_to_compiled(job, columns, "elementwise")
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * elementwise
@@ -245,6 +276,9 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) ->
     memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, matmuls) + biases
     if machine.efficiency.synchronous:
         memory_bound = host.cpu_elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved) + biases
+    if job.adapter_rank is not None:
+        added, added_bound = adapter_passes(job, columns, machine)
+        matmul, memory_bound = matmul + added, memory_bound + added_bound
     return LayerTime(matmul, scores, memory_bound, Passes(), matmuls, moved + biases.forward)
 
 
@@ -267,7 +301,7 @@ def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
     passes = host.cpu_loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward)
-    return LayerTime(matmul_passes(machine, matmuls), Passes(), passes, Passes(), matmuls)
+    return LayerTime(frozen(job, matmul_passes(machine, matmuls)), Passes(), passes, Passes(), matmuls)
 
 
 def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
@@ -275,4 +309,4 @@ def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerT
     bytes_ = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
     forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)
     launch = host.cpu_end(columns, machine, host.constants().cpu_operators.embedding)
-    return LayerTime(Passes(), Passes(), Passes(forward, weight_grad=backward), launch)
+    return LayerTime(Passes(), Passes(), frozen(job, Passes(forward, weight_grad=backward)), launch)

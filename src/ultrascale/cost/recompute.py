@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ultrascale.cost import engines
-from ultrascale.cost.estimate import MIN_FIT, MemoryDraft, add_times, memory_drafts, memory_drafts_of_jobs, memory_limit_gib
+from ultrascale.cost.estimate import MemoryDraft, add_times, memory_drafts, memory_drafts_of_jobs
+from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, Recompute
 

@@ -85,6 +85,8 @@ def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
         return nanotron_stage_split(model.layers, ranks, head_in_layers(model))
     if split == "torchtitan" and 1 < ranks * virtual_stages <= model.layers // 2 + 1:  # else a chunk has no layer
         return torchtitan_stage_split(model.layers, ranks * virtual_stages)
+    if split == "layers-and-ends" and ranks * virtual_stages > 1:
+        return torchtitan_stage_split(model.layers, ranks * virtual_stages)
     head_layers = {"layers": 0.0, "layers-and-head": 1.0}
     return split_layers(model.layers, ranks, virtual_stages, head_layers.get(split, head_in_layers(model)))
 

@@ -18,8 +18,8 @@ from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, ro
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
 from ultrascale.cost.hardware import Workload
-from ultrascale.cost.memory import states
-from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, uses_fused_blocks
+from ultrascale.cost.memory import activations, states
+from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, trained_fraction, uses_fused_blocks
 from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.specs import weights
@@ -300,7 +300,9 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
     reduce, expert_reduce = communication.data_traffic(work, params)
     sharded = communication.zero_traffic(work, params.trunk, params.experts)
-    replicas = transfer(machine, "data", "all_reduce", gradient_bytes(job) * params.total / columns.shards, work.places.replica)
+    trained = trained_fraction(job)
+    reduced = trained * gradient_bytes(job) * params.total / columns.shards
+    replicas = transfer(machine, "data", "all_reduce", reduced, work.places.replica)
     level = columns.zero
     # ZeRO-2 and 3 scattered their gradients with each micro-batch; HSDP's replicas still have to meet once a step.
     after_backward = (level == 1) & (job.framework.accumulation == "after-backward")
@@ -310,9 +312,10 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     hidden = np.where(after_backward, 0.0, job.framework.overlap)
     wait = communication.data_exposed_s(work, hidden * reduction, backward, share.layers) + (1 - hidden) * reduction
     # The stepped parameters are gathered layer by layer, just ahead of the next step's first forward.
-    gathered = np.where((level == 1) | (level == 2), sharded.gather_s, 0.0)
+    gathered = np.where((level == 1) | (level == 2), trained * sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
     optimizer, offload = _optimizer(work, params, forward, backward)
+    offload = offload + _activation_offload_s(work, share, forward, backward)
     if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)
         late = wait * (1 - 1 / np.maximum(share.layers, 1))  # of all layers but the last
@@ -328,11 +331,23 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     return EndOfStep(np.asarray(wait), optimizer, offload, np.zeros(len(columns)), machine.efficiency.step_overhead_s)
 
 
+def _activation_offload_s(work: Workload, share: RankShare, forward: Array, backward: Array) -> Array:
+    """What layers save goes to the host beside forward and returns beside backward, in each micro-batch."""
+    job, columns, machine = work.job, work.columns, work.machine
+    saved = share.dense_layers * activations.layer(job, columns, moe=False).total
+    if job.model.moe_layers:
+        saved = saved + share.moe_layers * activations.layer(job, columns, moe=True).total
+    transfer_s = saved / (machine.gpu.pcie_bandwidth_gb_s * 1e9 * machine.efficiency.host_link)
+    waited = exposed(transfer_s, forward, machine.efficiency) + exposed(transfer_s, backward, machine.efficiency)
+    return np.where(columns.is_("offload", "activations"), columns.gas * waited, 0.0)
+
+
 def _optimizer(work: Workload, params: states.RankParameters, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Reading and writing every state once, and the gradient once more for its norm; or doing so on the host."""
     job, columns, machine = work.job, work.columns, work.machine
     expert_shards = np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep)
-    own = np.where(columns.zero >= 1, params.trunk / columns.shards + params.experts / expert_shards, params.total)
+    held = np.where(columns.zero >= 1, params.trunk / columns.shards + params.experts / expert_shards, params.total)
+    own = trained_fraction(job) * held
     b, g = compute_bytes(job), stepped_gradient_bytes(job, columns)
     on_gpu = machine.stream_s(own * optimizer_bytes(job, columns)) * job.framework.optimizer_passes
     norm = machine.stream_s(own * g)
@@ -340,8 +355,8 @@ def _optimizer(work: Workload, params: states.RankParameters, forward: Array, ba
     adam = own * machine.cluster.gpus_per_node / (machine.efficiency.host_adam_gparams_s * 1e9)
     on_host = own * (g + b) / host_link + adam
     # Offloaded parameters cross the host link before every forward and backward.
-    fetch = own * b / host_link
+    fetch = held * b / host_link
     fetched = exposed(fetch, forward, machine.efficiency) + exposed(fetch, backward, machine.efficiency)
-    away = ~columns.is_("offload", "none")
+    away = columns.offloads_states
     offload = np.where(away, on_host, 0.0) + np.where(columns.is_("offload", "parameters"), columns.gas * fetched, 0.0)
     return np.where(away, norm, on_gpu), np.asarray(offload)

@@ -33,7 +33,6 @@ from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh, Shard, join
 from ultrascale.parallel.torch_private import foreach_norm, local_tensor
 
-
 SCALE_STRIDE = 4  # fp32 numbers: cuBLAS needs a scale at an address that is a multiple of 16
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrascale.cost import engines
-from ultrascale.cost.estimate import MIN_FIT, estimate, memory_limit_gib
+from ultrascale.cost.estimate import estimate
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes
+from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.specs.engine import OWN_ENGINE
 from ultrascale.specs.errors import SpecError, divisors

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ultrascale.cost import flops
-from ultrascale.cost.estimate import MIN_FIT, memory_limit_gib
+from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.plan import advice
 from ultrascale.plan.candidates import LayoutConstraints
 from ultrascale.plan.search import explained, plan

@@ -12,16 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ultrascale.cost.estimate import (
-    MIN_FIT,
     DraftEstimate,
     MemoryDraft,
     add_times,
     full_estimate,
     memory_drafts,
     memory_drafts_of_jobs,
-    memory_limit_gib,
 )
 from ultrascale.cost.legality import check
+from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.cost.recompute import fewest_recomputed
 from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty

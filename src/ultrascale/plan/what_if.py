@@ -28,6 +28,7 @@ JOB_FIELDS = (
     "optimizer",
     "attention",
     "dropout",
+    "adapter_rank",
     "gpus",
     "gpu",
     "network_gb_s",

@@ -152,5 +152,5 @@ def _range(plan: Plan) -> str:
         return words("No range: there are no measured runs like this one.")
     return words(
         f"In eight of ten cases a step takes {seconds(found.step_time_low_s)} to {seconds(found.step_time_high_s)} and the "
-        f"peak is {found.peak_low_gib:,.1f} to {found.peak_high_gib:,.1f} GiB ({found.based_on})."
+        f"peak is {found.peak_low_gib:,.1f} to {found.peak_high_gib:,.1f} GiB ({found.based_on}). Regime: {found.coverage}."
     )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale import __version__
-from ultrascale.cost.estimate import time_range
+from ultrascale.cost.ranges import time_range
 from ultrascale.measure.accuracy import scores as accuracy
 from ultrascale.measure.accuracy.scores import ErrorSummary, ScoredRun
 from ultrascale.plan.reasons import CAUSE_WORDS
@@ -65,10 +65,10 @@ def summary(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[
 def _inside(one: ScoredRun) -> bool:
     """Does the interval from other sources hold this row?"""
     assert one.run.job is not None
-    assert one.iter_time_s is not None
+    assert one.estimate is not None
     assert one.ratio is not None
-    low, high, _ = time_range(one.run.job, one.iter_time_s, accuracy.source_group(one.run))
-    return low <= one.iter_time_s * one.ratio <= high
+    low, high, _ = time_range(one.run.job, one.estimate.time, accuracy.source_group(one.run))
+    return low <= one.estimate.step_time_s * one.ratio <= high
 
 
 def as_json(scored: Sequence[ScoredRun], left_out: Sequence[ScoredRun]) -> dict[str, Any]:

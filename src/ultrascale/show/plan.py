@@ -96,6 +96,7 @@ def show_costs(console: Console, plan: Plan) -> None:
             f"80 % interval: {seconds(span.step_time_low_s)} to {seconds(span.step_time_high_s)} per step, "
             f"{span.peak_low_gib:,.1f} to {span.peak_high_gib:,.1f} GiB (from {span.based_on})"
         )
+        console.print(f"Regime: {span.coverage}")
         chance = f"{span.fit_probability:.0%}"
         if span.fit_probability < LIKELY:
             labelled(console, "Likely out of memory", "red", f"({chance} chance of fitting)")

@@ -125,6 +125,16 @@ class EstimateRange(FrozenSpec):
     fit_probability: Number
     based_on: str
     """which runs these are"""
+    regime: str = ""
+    """what the step depends on most: experts, host-bound, communication-bound or compute-bound"""
+    outside: str = ""
+    """why no measured runs are like this one, so that the range is wider; empty: some are"""
+
+    @property
+    def coverage(self) -> str:
+        """The regime in words, and whether runs of it were measured."""
+        kind = "with experts" if self.regime == "experts" else self.regime
+        return f"{kind}; outside of what was measured: {self.outside}" if self.outside else kind
 
 
 class Estimate(FrozenSpec):

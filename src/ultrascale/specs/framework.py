@@ -74,21 +74,23 @@ class Framework(BaseModel):
     states: Literal["master", "fp32", "pure"] = Field(
         "master", description="master: bf16 copy + fp32 master; fp32: FSDP's fp32 shards, cast when gathered; pure: bf16 all"
     )
-    accumulation: Literal["separate", "fused", "after-backward", "unsharded", "unsharded-in-pipelines", "bf16-and-fp32"] = (
-        Field(
-            "separate",
-            description="separate: each weight gradient is added as it is made; fused: the weight-gradient GEMM adds into the "
-            "fp32 gradient itself; after-backward: a micro-batch's gradients wait in bf16 for the end of its backward, and "
-            "ZeRO-1 all-reduces whole gradients (nanotron); unsharded: ZeRO adds whole gradients of several micro-batches and "
-            "reduce-scatters after the last (Accelerate); unsharded-in-pipelines: the same in pipelines alone (torch's); "
-            "bf16-and-fp32: ZeRO-1 and 2 hold whole gradients in bf16 too and all-reduce these (DeepSpeed)",
-        )
+    accumulation: Literal[
+        "separate", "fused", "after-backward", "unsharded", "unsharded-in-pipelines", "bf16-and-fp32", "stepped"
+    ] = Field(
+        "separate",
+        description="separate: each weight gradient is added as it is made; fused: the weight-gradient GEMM adds into the "
+        "fp32 gradient itself; after-backward: a micro-batch's gradients wait in bf16 for the end of its backward, and "
+        "ZeRO-1 all-reduces whole gradients (nanotron); unsharded: ZeRO adds whole gradients of several micro-batches and "
+        "reduce-scatters after the last (Accelerate); unsharded-in-pipelines: the same in pipelines alone (torch's); "
+        "bf16-and-fp32: ZeRO-1 and 2 hold whole gradients in bf16 too and all-reduce these (DeepSpeed); stepped: a weight is "
+        "stepped as soon as it has its gradient, which is freed (optimizer in backward, one micro-batch a step)",
     )
-    stage_split: Literal["balanced", "layers", "layers-and-head", "torchtitan", "nanotron"] = Field(
+    stage_split: Literal["balanced", "layers", "layers-and-head", "layers-and-ends", "torchtitan", "nanotron"] = Field(
         "balanced",
         description="pipeline stages share layers and the head's FLOPs; layers alone; layers with the head as one of them "
-        "(Megatron's account-for-loss), or the head and the embedding as one each (torchtitan); or take blocks until their "
-        "share of the cost is reached (nanotron)",
+        "(Megatron's account-for-loss), or the head and the embedding as one each (layers-and-ends, Megatron's both flags: the "
+        "first and the last stage may have no layer; torchtitan); or take blocks until their share of the cost is reached "
+        "(nanotron)",
     )
     optimizer_passes: float = Field(1.0, gt=0, le=20, description="bytes the optimizer moves, relative to a fused one")
     overlap: float = Field(

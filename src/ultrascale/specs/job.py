@@ -56,6 +56,14 @@ class Job(FrozenSpec):
     )
     attention: Literal["flash", "plain"] = Field("flash", description="plain materialises the score matrix")
     dropout: bool = Field(False, strict=True, description="keeps the masks of GPT-era dropout in memory")
+    adapter_rank: int | None = Field(
+        None,
+        ge=1,
+        le=8192,
+        strict=True,
+        examples=[16],
+        description="LoRA adapters of this rank beside the q, k, v projection of every layer; all other weights are frozen",
+    )
     total_tokens: int | None = Field(
         None, ge=1, le=2**62, strict=True, examples=[15 * 10**12], description="of the whole training, for days and cost"
     )
@@ -68,6 +76,12 @@ class Job(FrozenSpec):
             advice = f"try {' or '.join(known)}" if known else "give cluster.gpu.peak_tflops a bf16"
             raise ValueError(f"job.precision is {self.precision} but {gpu.name} does not compute in it: {advice}")
         model = self.model
+        if self.adapter_rank is not None and (model.moe is not None or model.mla is not None):
+            what = "experts" if model.moe is not None else "latent attention"
+            raise ValueError(
+                f"job.adapter_rank is {self.adapter_rank} but {model.name or 'the model'} has {what}, "
+                "whose training with adapters is not modelled: try null"
+            )
         if model.positions == "learned" and model.max_positions is not None and self.seq > model.max_positions:
             raise ValueError(
                 f"job.seq is {self.seq} but {model.name or 'the model'} has {model.max_positions} learned positions: "

@@ -14,7 +14,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep")  # of parallelism
 DataParallel = Literal["naive", "hooks", "bucketed", "ddp"]
 ContextParallel = Literal["allgather", "ring", "zigzag", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "parameters"]
+Offload = Literal["none", "optimizer", "parameters", "activations"]
 Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
 
 
@@ -60,7 +60,9 @@ class Layout(FrozenSpec):
         examples=[8],
         description="of each pipeline stage, its first layers that recompute; null: all",
     )
-    offload: Offload = Field("none", description="optimizer: its states and step on the host; parameters: those too")
+    offload: Offload = Field(
+        "none", description="optimizer: its states and step on the host; parameters: those too; activations: what layers save"
+    )
     dispatcher: Dispatcher = Field(
         "alltoall",
         description="how tokens reach experts on other ranks: NCCL's all-to-all; gathered by all; or by DeepEP's or HybridEP's "

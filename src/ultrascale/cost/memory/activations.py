@@ -66,6 +66,10 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
         "mlp norm": normed,
         **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, operand)),
     }
+    if job.adapter_rank is not None:
+        # A frozen GEMM needs no input in backward; adapters need theirs, flash attention its output.
+        down_input = operand_bytes(job) * tokens * model.ffn / columns.tp
+        modules |= {"mlp input": 0.0 * operand, "mlp activation": modules["mlp activation"] - down_input}
     if job.dropout:
         modules["dropout masks"] = 2 * residual / b
     width = model.moe.top_k * model.moe.expert_ffn + model.moe.shared_expert_ffn if moe and model.moe else model.ffn

@@ -242,7 +242,10 @@ class ChunkMemory:
         the chunk at the turn is in flight before and after it.
         """
         if not self.job.framework.exact_memory_trace:
-            return self.saved_layers
+            # On the host but for the layer that computes and the one whose tensors are on their way.
+            each = self.saved_layers / np.maximum(1, self.share.layers)
+            here = np.minimum(2, self.share.layers) * each
+            return np.where(self.columns.is_("offload", "activations"), here, self.saved_layers)
         model, b = self.job.model, compute_bytes(self.job)
         angles = 2 * b * self.job.seq / self.columns.cp * model.head_dim * (model.positions == "rotary")
         after_turn = self.columns.schedule_has("v_shaped") & (self.share.rank == self.columns.pp)

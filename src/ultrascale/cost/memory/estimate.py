@@ -25,6 +25,7 @@ from ultrascale.cost.memory.states import (
     fp8_saving,
     gradient_bytes,
     states,
+    trained_fraction,
 )
 from ultrascale.cost.memory.tensors import ChunkEvent
 from ultrascale.schedules import KINDS, REGISTRY, ActionKind, InFlightCounts, counts
@@ -290,12 +291,13 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     gathered = np.where((columns.zero == 3) & (columns.keep_gathered == 0), most, 0.0)
     yield "unsharded parameters", np.where(columns.is_("offload", "parameters"), two_layers, gathered)
     if g != b:
-        yield "fresh weight gradients", b * (params.total if job.framework.accumulation == "after-backward" else params.layer)
+        fresh = params.total if job.framework.accumulation == "after-backward" else params.layer
+        yield "fresh weight gradients", trained_fraction(job) * b * fresh
     reduced = params.layer
     if job.framework.states == "fp32":
         # FSDP reduce-scatters a chunk's gradients together where backward is split: its hooks do not see deferred ones.
         reduced = np.where(columns.split_backward, params.total / columns.virtual_stages, reduced)
-    yield "reduce-scatter input", np.where(columns.zero >= 2, g * np.minimum(reduced, not_own), 0.0)
+    yield "reduce-scatter input", np.where(columns.zero >= 2, trained_fraction(job) * g * np.minimum(reduced, not_own), 0.0)
     yield "gathered sequence", np.where((columns.tp > 1) & (columns.sequence_parallel == 1), wide, 0.0)
     yield "received activations and gradients", np.where(columns.pp > 1, 2 * wide / columns.sequence_cut, 0.0)
     yield "keys and values of other ranks", _context_buffers(chunk)

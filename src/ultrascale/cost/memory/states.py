@@ -30,6 +30,14 @@ def gradient_bytes(job: Job) -> int:
     return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
+def trained_fraction(job: Job) -> float:
+    """Elements with gradients and optimizer states over those of the model: all, or the adapters beside q, k and v."""
+    if job.adapter_rank is None:
+        return 1.0
+    model = job.model
+    return job.adapter_rank * model.layers * (model.hidden + model.q_dim + 2 * model.kv_dim) / model.parameters
+
+
 def sharded_gradient_bytes(job: Job) -> int:
     """Bytes in a rank's shard: FSDP casts the result of a reduce-scatter to the format of its parameter shards."""
     return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
@@ -309,7 +317,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
     if job.framework.states == "fp32":
         # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that
         # stays gathered exists beside them.
-        no_copy = parameters_sharded & (shards > 1) & (job.precision != "fp32")
+        no_copy = parameters_sharded & (shards > 1) & (job.precision != "fp32") & (job.adapter_rank is None)
         parameters = np.where(no_copy | autocast(job, columns), 0.0, parameters)
         beside = optimizer_sharded & ~parameters_sharded & (shards > 1) & (job.precision == "fp32")
         master = np.where(beside, sharded(FP32, optimizer_sharded), master)
@@ -321,18 +329,21 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         gradients_sharded = gradients_sharded & (columns.pp == 1)
     whole = gradient_bytes(job) * (params.total - params.padding)
     in_shard = np.where(shards > 1, sharded_gradient_bytes(job), gradient_bytes(job))
-    on_gpu = columns.is_("offload", "none")
+    on_gpu = ~columns.offloads_states
     gradients = np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole)
     if job.framework.accumulation == "bf16-and-fp32":
         # Of ZeRO-1 those of backward, which the next micro-batch finds; of ZeRO-2 always, and shards from the first reduction.
         first = columns.gas == 1
         beside = np.where((zero == 1) & first, 0.0, compute * params.total)
         gradients = np.where((zero == 2) & first, 0.0, gradients) + np.where((zero == 1) | (zero == 2), beside, 0.0)
+    if job.framework.accumulation == "stepped":  # the embedding's is the largest that is live
+        gradients = gradient_bytes(job) * np.maximum(params.layer, params.ends)
+    trained = trained_fraction(job)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
-        master=np.where(on_gpu, master, 0.0),
-        gradients=gradients,
-        optimizer=np.where(on_gpu, sharded(OPTIMIZERS[job.optimizer].state_bytes, optimizer_sharded), 0.0),
+        master=np.where(on_gpu, trained * master, 0.0),
+        gradients=trained * gradients,
+        optimizer=np.where(on_gpu, trained * sharded(OPTIMIZERS[job.optimizer].state_bytes, optimizer_sharded), 0.0),
     )
 
 

@@ -21,7 +21,9 @@ ALIKE = {
     r"maxtext|levanter|\bjax\b|\bxla\b|alpa": "torchtitan-0.2",  # one compiled program
     r"fsdp2|simplefsdp|olmo-core": "torchtitan-0.2-eager",
     r"fsdp": "fsdp1-eager",
+    r"torchtune|pytorch|transformers|\beager\b": "eager",
 }
+USUAL_ADAPTER_RANK = 16
 PRECISIONS = {"fp8": "fp8|float8", "bf16": "bf16|bfloat16", "fp16": "fp16|float16|half", "fp32": "fp32|float32|tf32"}
 HYBRID = ("mamba", "nemotron_3", "nemotron-3-super", "nemotron-3-nano", "jamba", "zamba")
 GATED_FAMILIES = ("llama", "qwen", "mistral", "mixtral", "deepseek", "smollm", "gemma", "moonlight", "olmo", "phi-3", "yi-")
@@ -75,8 +77,6 @@ def preset_of(name: str) -> Model | None:
 
 def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
     name = values.get("model", "")
-    if "lora" in name.lower():
-        raise UnmodelledRowError("LoRA: frozen weights have no gradients or states, which is not modelled")
     if any(word in name.lower() for word in HYBRID):
         raise UnmodelledRowError(f"model '{name}' is a hybrid with state-space layers, which are not modelled")
     if "single layer" in name.lower():
@@ -127,6 +127,15 @@ def _variant(fields: dict[str, object], *, gated: bool, tied: bool) -> Model:
     return build(Model, {**fields, **style, "tied_embeddings": tied}, "model")
 
 
+def adapter_rank_of(values: Mapping[str, str], assumptions: list[str]) -> int | None:
+    """LoRA's rank: the row's own, or where its model is called so that of NeMo's and Megatron-Bridge's recipes."""
+    rank = whole(values, "adapter_rank")
+    if rank is None and "lora" in values.get("model", "").lower():
+        assumptions.append(f"LoRA of rank {USUAL_ADAPTER_RANK} on q, k, v")
+        return USUAL_ADAPTER_RANK
+    return rank
+
+
 def gpu_kind(text: str, assumptions: list[str]) -> GPU:
     """`H100-80GB (DGX)`, `A100-40GB`, `B200-SXM`, `MI300X`: the preset it names."""
     name = text.lower().replace("_", "-").replace(" ", "-")
@@ -171,8 +180,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     elif "fsdp1" in system or "composer" in system or "foundry" in system:
         name = "torchtitan-0.2" if compiled else "fsdp1-eager"
     else:
-        alike = next((like for words, like in ALIKE.items() if re.search(words, system)), "eager")
-        name = "torchtitan-0.2" if compiled and alike.endswith("eager") else alike
+        alike = next((like for words, like in ALIKE.items() if re.search(words, system)), "unknown")
+        name = "torchtitan-0.2" if compiled and alike.endswith(("eager", "unknown")) else alike
         assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
     framework = Framework.load(name)
     changes: dict[str, Any] = {column: values[column] for column in ("loss", "stage_split") if values.get(column)}
@@ -193,7 +202,9 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
             changes["routing"] = "capacity"
         elif flag(values, "cuda_graphs"):
             changes["routing"] = "graphed"
-    if flag(values, "grad_accum_fusion") is False:
+    if flag(values, "optimizer_in_backward"):
+        changes["accumulation"] = "stepped"
+    elif flag(values, "grad_accum_fusion") is False:
         changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.legality import problem
 from ultrascale.measure.accuracy.fields import (
     UnmodelledRowError,
+    adapter_rank_of,
     dispatcher_of,
     flag,
     framework_of,
@@ -26,6 +24,7 @@ from ultrascale.measure.accuracy.fields import (
     prints_gigabytes,
     whole,
 )
+from ultrascale.measure.accuracy.network_state import NETWORK_STATE, NetworkState
 from ultrascale.schedules import unnamed_schedule
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -45,18 +44,10 @@ COLUMNS = (
     "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
     "zero_shards", "node_network_gbps", "network_gb_s", "allreduce_gb_s", "network_latency_us", "dispatcher",
     "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
-    "stage_split", "grad_accum_fusion", "unmodelled",
+    "stage_split", "grad_accum_fusion", "after_pp_fix", "adapter_rank", "optimizer_in_backward",
+    "offload", "unmodelled",
 )  # fmt: skip
-# What jobs of the playbook's sweep show of their network (docs/lab.md): the all-reduce that a job times before it trains, by
-# nodes of eight H100, where nothing is wrong; below what share of it tensor-parallel collectives cost the host more; and the
-# least of the line rate that training gets, whatever a short all-reduce shows.
-HEALTHY_ALL_REDUCE_GB_S = {2: 430.0, 4: 205.0, 8: 187.0}
-DEGRADED = 0.85
-DEGRADED_CALLS = {"link_call_s": 2.0e-4, "network_call_s": 2.3e-4}
-SHORT_ALL_REDUCE = 0.5
-# Transfers between stages on different nodes blocked both in a version of nanotron: one neighbour's two a micro-batch, or four.
-SLOW_SENDS = "after_pp_fix=False"
-SLOW_SEND_S = 0.26
+NOTED = re.compile(r"(\w+)=([^;,\s]+)")
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
 REQUIRED = ("id", "model", "seq_len", "gpu", "gpus")
 
@@ -85,10 +76,10 @@ class MeasuredRun:
     values: Mapping[str, str]
 
 
-def read(path: Path) -> tuple[list[MeasuredRun], list[str]]:
+def read(path: Path, state: NetworkState = NETWORK_STATE) -> tuple[list[MeasuredRun], list[str]]:
     """Every row as a run, and a line per problem that the file itself has."""
     rows, problems = read_cells(path)
-    runs, ids = [read_row(values, line) for line, values in rows.items()], set[str]()
+    runs, ids = [read_row(values, line, state) for line, values in rows.items()], set[str]()
     for line, run in zip(rows, runs, strict=True):
         if run.id in ids:
             problems.append(f"line {line}: id '{run.id}' stands twice")
@@ -117,7 +108,8 @@ def read_cells(path: Path) -> tuple[dict[int, dict[str, str]], list[str]]:
     }, problems
 
 
-def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
+def read_row(values: Mapping[str, str], line: int, state: NetworkState = NETWORK_STATE) -> MeasuredRun:
+    values = _with_notes(values)
     assumptions: list[str] = []
     job, layout, half, reason = None, None, False, None
     measured: dict[str, Any] = dict.fromkeys(("tokens_per_s_per_gpu", "iter_time_s", "peak_mem_gib"))
@@ -125,7 +117,7 @@ def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
     try:
         for name in measured:
             measured[name] = number(values, name)
-        job, layout, half = _model(values, assumptions)
+        job, layout, half = _model(values, assumptions, state)
     except (UnmodelledRowError, SpecError) as error:
         reason = str(error)
     unit = GIB
@@ -146,7 +138,13 @@ def read_row(values: Mapping[str, str], line: int) -> MeasuredRun:
     )
 
 
-def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layout, bool]:
+def _with_notes(values: Mapping[str, str]) -> dict[str, str]:
+    """The cells, and for blank ones of known columns what notes say as `column=value`."""
+    noted = {name: value for name, value in NOTED.findall(values.get("notes", "")) if name in COLUMNS}
+    return {**noted, **{name: value for name, value in values.items() if value or name not in noted}}
+
+
+def _model(values: Mapping[str, str], assumptions: list[str], state: NetworkState) -> tuple[Job, Layout, bool]:
     if values.get("unmodelled"):
         raise UnmodelledRowError(f"{values['unmodelled']} is not modelled")
     gpus = whole(values, "gpus")
@@ -166,9 +164,9 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     batch = _batch(values, degrees["dp"], assumptions)
     balanced = model.moe is not None and flag(values, "balanced_routing")
     cluster = Cluster.of(kind, nodes=gpus // per_node, gpus_per_node=per_node)
-    constants = _constants(values, cluster, degrees["pp"]) | ({"expert_imbalance": 1.0} if balanced else {})
+    constants = state.constants(values, cluster, degrees["pp"]) | ({"expert_imbalance": 1.0} if balanced else {})
     efficiency = cluster.efficiency.model_copy(update=constants)
-    changes = {"network_gb_s": _network_gb_s(values, cluster), "efficiency": efficiency}
+    changes = {"network_gb_s": state.network_gb_s(values, cluster), "efficiency": efficiency}
     cluster = Cluster.of(kind, nodes=cluster.nodes, gpus_per_node=per_node, **changes)
     attention = "plain" if framework.attention.startswith("plain") else "flash"
     job = build(
@@ -183,6 +181,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
             "framework": framework,
             "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
             "gradients": _gradients(values, framework),
+            "adapter_rank": adapter_rank_of(values, assumptions),
             "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
         },
         "job",
@@ -195,6 +194,7 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
         "zero_shards": whole(values, "zero_shards"),
         "recompute": recompute or "none",
         "dispatcher": dispatcher_of(values, assumptions),
+        "offload": values.get("offload") or "none",
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
     }
@@ -202,41 +202,6 @@ def _model(values: Mapping[str, str], assumptions: list[str]) -> tuple[Job, Layo
     if recompute is None:
         layout = _least_recompute(job, layout, assumptions)
     return job, layout, half
-
-
-def _network_gb_s(values: Mapping[str, str], cluster: Cluster) -> float:
-    """Per GPU: as the row says it, or of a node, or from an all-reduce over all ranks, in which every NIC takes part."""
-    if each := number(values, "network_gb_s"):
-        return each
-    if node_gbps := number(values, "node_network_gbps"):
-        return node_gbps / 8 / cluster.gpus_per_node
-    bus = number(values, "allreduce_gb_s")
-    if bus is None or cluster.nodes == 1:
-        return cluster.network_gb_s
-    printed = bus / cluster.gpus_per_node / cluster.efficiency.network_bandwidth
-    return max(printed, SHORT_ALL_REDUCE * cluster.network_gb_s)
-
-
-def _constants(values: Mapping[str, str], cluster: Cluster, pp: int) -> dict[str, float]:
-    """Constants of the cluster that follow from the state of the row's network."""
-    found: dict[str, float] = {}
-    if latency_us := number(values, "network_latency_us"):
-        found["network_latency_s"] = latency_us * 1e-6
-    if cluster.nodes == 1:
-        return found
-    bus = number(values, "allreduce_gb_s")
-    if bus is not None and bus < DEGRADED * healthy_all_reduce_gb_s(cluster.nodes):
-        found |= DEGRADED_CALLS
-    if SLOW_SENDS in values.get("notes", "") and pp > 1:
-        found["action_overhead_s"] = SLOW_SEND_S * min(2, pp - 1)
-    return found
-
-
-def healthy_all_reduce_gb_s(nodes: int) -> float:
-    """Bus bandwidth that a job prints on so many nodes where nothing is wrong; beyond those seen it falls as it did last."""
-    seen, rates = (np.log2(list(HEALTHY_ALL_REDUCE_GB_S)), np.log(list(HEALTHY_ALL_REDUCE_GB_S.values())))
-    beyond = max(0.0, math.log2(nodes) - seen[-1]) * (rates[-1] - rates[-2])
-    return math.exp(float(np.interp(math.log2(nodes), seen, rates)) + beyond)
 
 
 def _degrees(values: Mapping[str, str], gpus: int) -> dict[str, int]:

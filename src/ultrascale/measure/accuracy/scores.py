@@ -36,6 +36,7 @@ FAMILY = {
     "torchtitan-eager": "eager",
     "torchtitan-0.2-eager": "eager",
     "deepspeed": "eager",
+    "unknown": "eager",
     "deepspeed-2021": "eager",
     "megatron-no-overlap": "megatron-core",
     "flash-training": "megatron-core",
@@ -156,8 +157,8 @@ def adjusted(job: Job, multipliers: Mapping[str, float]) -> Job:
         changed[name] = min(1.0, getattr(constants, name) * times(name))
     if (rate := attention_rate(framework.attention, gpu.architecture)) is not None:
         attention = times(f"attention.{attention_line(framework.attention, gpu.architecture)}.{gpu.architecture}")
-        changed["attention_forward"] = min(1.0, rate.forward * attention)
-        changed["attention_backward"] = min(1.0, rate.backward * attention)
+        changed["attention_forward"] = min(1.0, (constants.attention_forward or rate.forward) * attention)
+        changed["attention_backward"] = min(1.0, (constants.attention_backward or rate.backward) * attention)
     efficiency = constants.model_copy(update=changed)
     link = cluster.link_bandwidth_gb_s * times("link_bandwidth")
     elementwise = framework.elementwise * times(f"elementwise.{FAMILY.get(framework.name, framework.name)}")
