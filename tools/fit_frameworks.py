@@ -30,6 +30,7 @@ from ultrascale.export import targets, write
 from ultrascale.measure.foreign.compare import engine_flops
 from ultrascale.measure.foreign.request import ENGINES, ForeignRehearsal, ForeignRequest, arguments_of
 from ultrascale.measure.foreign.run import rehearse_foreign
+from ultrascale.measure.rehearse import without_imbalance
 from ultrascale.parallel.mesh import RankCoordinates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
@@ -78,6 +79,8 @@ def case(model: str, layers: int, rank: int = 0, **layout: Any) -> Case:
 
 ONE, EIGHT, QWEN, SEVEN = "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "llama-2-7b"
 """with vocabularies of 128k, 128k, 152k and 32k"""
+THIRTY, MIXTRAL = "qwen3-30b-a3b", "mixtral-8x7b"
+"""with 128 and 8 experts"""
 _TORCHTITAN = (
     case(ONE, 4, dp=8, zero=3),
     case(ONE, 4, dp=8, zero=3, mbs=4, recompute="selective"),
@@ -88,6 +91,17 @@ _TORCHTITAN = (
     case(EIGHT, 4, dp=2, tp=4, zero=3, mbs=2, recompute="selective"),
     case(ONE, 4, dp=8, zero=3, mbs=2, gas=3, keep_gathered=True),
     case(QWEN, 4, dp=8, zero=3, mbs=4, recompute="selective"),
+)
+_PIPELINES = tuple(
+    case(EIGHT, 8, rank, zero=3, keep_gathered=True, **more)
+    for rank, more in (
+        (0, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b"}),
+        (7, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b"}),
+        (0, {"dp": 4, "pp": 2, "gas": 4, "schedule": "afab"}),
+        (0, {"dp": 4, "pp": 2, "gas": 4, "schedule": "interleaved", "virtual_stages": 2}),
+        (0, {"dp": 2, "pp": 4, "gas": 8, "schedule": "1f1b", "recompute": "selective"}),
+        (4, {"dp": 2, "pp": 4, "gas": 8, "schedule": "1f1b", "recompute": "selective"}),
+    )
 )
 # 0.2 has no flavors of 1B.
 _TORCHTITAN_2 = (
@@ -113,10 +127,10 @@ _LIBRARY = (
 )
 GRIDS: dict[str, tuple[Case, ...]] = {
     "torchtitan": _TORCHTITAN,
-    "torchtitan-eager": _TORCHTITAN,
+    "torchtitan-eager": (*_TORCHTITAN, *_PIPELINES),
     "torchtitan-0.2": _TORCHTITAN_2,
     "torchtitan-0.2-eager": _TORCHTITAN_2,
-    "accelerate": (*_LIBRARY, case(EIGHT, 2, dp=1, mbs=2), case(ONE, 4, dp=8, mbs=2, gas=3)),
+    "accelerate": (*_LIBRARY, case(EIGHT, 2, dp=1, mbs=2), case(ONE, 4, dp=8, mbs=2, gas=3), case(EIGHT, 32, dp=8, zero=3)),
     "deepspeed": (
         *_LIBRARY,
         *(
@@ -128,6 +142,7 @@ GRIDS: dict[str, tuple[Case, ...]] = {
                 (SEVEN, 4, {"mbs": 2, "gas": 3}),
             )
         ),
+        case(EIGHT, 32, dp=4, zero=3),
     ),
     "megatron-local": (
         case(ONE, 4, dp=8, zero=1, mbs=2),
@@ -140,25 +155,46 @@ GRIDS: dict[str, tuple[Case, ...]] = {
         case(SEVEN, 4, dp=4, tp=2, zero=1, mbs=4, gas=3),
         case(EIGHT, 8, dp=2, tp=2, pp=2, zero=1, gas=4, schedule="1f1b"),
         case(EIGHT, 8, dp=2, tp=2, pp=2, zero=1, gas=4, schedule="1f1b", rank=7),
+        *(
+            case(EIGHT, layers, rank, tp=2, zero=1, schedule="interleaved", **more)
+            for layers, ranks, more in (
+                (8, (0, 7), {"dp": 2, "pp": 2, "virtual_stages": 2, "gas": 4}),
+                (8, (0, 7), {"dp": 1, "pp": 4, "virtual_stages": 2, "gas": 8, "mbs": 2}),
+                (16, (0,), {"dp": 2, "pp": 2, "virtual_stages": 4, "gas": 4, "mbs": 2, "recompute": "full"}),
+            )
+            for rank in ranks
+        ),
+        case(THIRTY, 4, dp=8, ep=8, zero=1),
+        case(THIRTY, 4, dp=8, ep=4, zero=1, dispatcher="allgather"),
+        case(THIRTY, 4, dp=4, tp=2, ep=8, zero=1, mbs=2, recompute="full"),
+        case(MIXTRAL, 2, dp=8, ep=8, zero=1, gas=2),
+        case(MIXTRAL, 2, dp=4, tp=2, ep=4, zero=1, mbs=2),
+        case(MIXTRAL, 4, dp=4, ep=4, pp=2, zero=1, gas=4, schedule="1f1b"),
+        case(MIXTRAL, 4, 7, dp=4, ep=4, pp=2, zero=1, gas=4, schedule="1f1b"),
     ),
 }
 
 
-def rehearse(preset: str, case: Case) -> ForeignRehearsal:
+def request_of(preset: str, case: Case, folder: Path) -> ForeignRequest:
+    """The rank, with its engine's configuration in the folder."""
     engine = ENGINES[Framework.load(preset).engine]
     planned = Framework.load(engine.framework if engine.library else preset)
     job = case.job(planned, whole=not engine.library)
     plan = Plan(job=job, layout=case.layout, estimate=estimate(job, case.layout))
+    style = None if engine.library else "toml" if is_old(preset) else "current"
+    exported = targets.engine_files(plan, engine.name, style, str(folder))
+    write.into(folder, exported.files, force=True)
+    config = folder / exported.checks[0].engine.config
+    arguments = arguments_of(plan)
+    if not engine.library:
+        config, arguments = (_fewer_layers_toml if is_old(preset) else _fewer_layers)(config, case.layers), ()
+    asked = ForeignRequest(str(config), case.layout.gpus, case.rank, engine.name, arguments)
+    return replace(asked, gpus_per_node=job.cluster.gpus_per_node)
+
+
+def rehearse(preset: str, case: Case) -> ForeignRehearsal:
     with TemporaryDirectory(prefix="ultrascale-") as folder:
-        style = None if engine.library else "toml" if is_old(preset) else "current"
-        exported = targets.engine_files(plan, engine.name, style, folder)
-        write.into(Path(folder), exported.files, force=True)
-        config = Path(folder, exported.checks[0].engine.config)
-        arguments = arguments_of(plan)
-        if not engine.library:
-            config, arguments = (_fewer_layers_toml if is_old(preset) else _fewer_layers)(config, case.layers), ()
-        asked = ForeignRequest(str(config), case.layout.gpus, case.rank, engine.name, arguments)
-        return rehearse_foreign(replace(asked, gpus_per_node=job.cluster.gpus_per_node))
+        return rehearse_foreign(request_of(preset, case, Path(folder)))
 
 
 def _fewer_layers(config: Path, layers: int) -> Path:
@@ -262,7 +298,7 @@ class Difference:
 
 
 def difference(framework: Framework, case: Case, found: ForeignRehearsal) -> Difference:
-    job, layout = case.job(framework), case.layout
+    job, layout = without_imbalance(case.job(framework)), case.layout
     place = RankCoordinates.of(layout, case.rank)
     stage = estimate(job, layout).memory[place.pp]
     peak = stage.memory.total - stage.memory.runtime

@@ -32,8 +32,9 @@ PRESETS = ("torchtitan", "torchtitan-eager", "accelerate", "deepspeed", "megatro
 FLOPS = {"torchtitan": 0.015, "deepspeed": 0.05, "megatron-local": 0.016, **dict.fromkeys(OLD, 0.037)}
 """with tp, compiled code does not repeat attention's last GEMM; DeepSpeed's ZeRO-1 and 2 stop full recomputation early, and
 ZeRO-3 does not; Megatron's core_attn repeats flash attention"""
-SENT = {"deepspeed": 0.09, **dict.fromkeys(OLD, 0.032)}
-"""which parameters ZeRO-3 has freed when it needs them again depends on the order of its prefetches"""
+SENT = {"deepspeed": 0.09, "megatron-local": 0.31, "torchtitan-eager": 0.41, **dict.fromkeys(OLD, 0.032)}
+"""which parameters ZeRO-3 has freed when it needs them again depends on the order of its prefetches; Megatron
+cuts experts by tp, where the law sends whole tokens; the last stage's chunked loss reduces the head in each micro-batch"""
 
 
 @pytest.mark.parametrize("preset", PRESETS + OLD)
@@ -42,7 +43,7 @@ def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: A
     assert [str(case) for case, _ in rows] == [str(case) for case in tool.GRIDS[preset]]
     found = [tool.difference(framework, case, rehearsed) for case, rehearsed in rows]
     peaks = [abs(one.peak) for one in found]
-    assert max(peaks) < 0.10
+    assert max(peaks) < 0.06
     assert sum(peaks) / len(peaks) < 0.04
     assert max(abs(one.flops) for one in found) <= FLOPS.get(preset, 1e-4)
     assert max(one.sent for one in found) <= SENT.get(preset, 1e-3)

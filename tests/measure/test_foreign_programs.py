@@ -19,8 +19,8 @@ import torch
 import torch._dynamo
 import torch.distributed.fsdp  # before processes fork
 
-from ultrascale.measure.foreign import child, device, run
-from ultrascale.measure.foreign.request import COMPILED, NOT_COMPILED, ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign import child, run
+from ultrascale.measure.foreign.request import BALANCED, COMPILED, NOT_COMPILED, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.foreign.watcher import Watcher
 from ultrascale.specs.errors import RunError, SpecError
 
@@ -243,7 +243,7 @@ def test_experts_are_chosen_equally_often(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ROUTED)
     found = rehearsed(tmp_path, ForeignRequest(str(script), 4))
-    assert device.BALANCED in found.notes
+    assert BALANCED in found.notes
     [one] = found.collectives
     assert (one.kind, one.calls, one.bytes) == ("all_to_all", 1, 6 * 3 * 8 * 4 * 3 // 4)
 
@@ -270,7 +270,7 @@ def test_rows_of_experts_that_compiled_code_counts(tmp_path: Path) -> None:
     """It has no topk: nothing reads what it selects."""
     script = tmp_path / "train.py"
     script.write_text(FORCED)
-    assert {COMPILED, device.BALANCED} <= set(rehearsed(tmp_path, ForeignRequest(str(script), 4)).notes)
+    assert {COMPILED, BALANCED} <= set(rehearsed(tmp_path, ForeignRequest(str(script), 4)).notes)
 
 
 def saved_in_process(file: Path, backend: str) -> int:

@@ -96,6 +96,30 @@ def test_megatron_s_experts_compute_what_ours_compute(name: str) -> None:
     assert found.measured_bounds
 
 
+TIED = LLAMA.model_copy(update={"name": "tied", "tied_embeddings": True})
+SIGMOID = MIXTRAL.model_copy(
+    update={"moe": MoE(experts=8, top_k=2, expert_ffn=16, router="sigmoid", router_bias=True, scaling=2.5)}
+)
+
+
+@pytest.mark.slow
+@runs_megatron
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"pp": 2, "tp": 2, "gas": 2}, {"dp": 2, "zero": 1}], ids=str)
+def test_megatron_s_tied_embeddings_compute_what_ours_compute(fields: dict[str, Any]) -> None:
+    """Under pp its last stage has a copy of them, whose gradient is reduced with the first stage's."""
+    found = compared(fields, TIED)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 20, "forward": 29, "loss": 1, "backward": 29, "gradient": 20}
+
+
+@pytest.mark.slow
+@runs_megatron
+def test_megatron_s_sigmoid_router_computes_what_ours_computes() -> None:
+    found = compared({"dp": 2, "tp": 2, "ep": 2}, SIGMOID)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 23, "forward": 23, "loss": 1, "backward": 23, "gradient": 23}
+
+
 @dataclass(frozen=True)
 class Fault:
     plant: Callable[[Patch], None]
@@ -256,7 +280,8 @@ def test_the_command_verifies_a_plan_of_full_size(run: Run, tmp_path: Path) -> N
     assert '"ok": true' in (tmp_path / "out.json").read_text()
 
 
-SIGMOID = {"moe": MoE(experts=8, top_k=2, expert_ffn=16, router="sigmoid")}
+WEIGHED = {"moe": MoE(experts=8, top_k=2, expert_ffn=16, router="sigmoid", renormalize=False)}
+BIASED = {"moe": MoE(experts=8, top_k=2, expert_ffn=16, router_bias=True)}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +289,8 @@ SIGMOID = {"moe": MoE(experts=8, top_k=2, expert_ffn=16, router="sigmoid")}
     [
         (MIXTRAL, {"tp": 2, "sequence_parallel": False}, r"layout\.sequence_parallel is False .* try sequence_parallel=true"),
         (MIXTRAL, {"dp": 2, "ep": 2, "dispatcher": "deepep"}, r"layout\.dispatcher is deepep .* try dispatcher=alltoall"),
-        (MIXTRAL.model_copy(update=SIGMOID), {}, r"model\.moe\.router is sigmoid .* softmax only: try mixtral-8x7b"),
+        (MIXTRAL.model_copy(update=WEIGHED), {}, r"model\.moe\.renormalize is false .* try true"),
+        (MIXTRAL.model_copy(update=BIASED), {}, r"model\.moe\.router_bias is true .* try router: sigmoid"),
         (LLAMA.model_copy(update={"qk_norm": True}), {}, r"model\.qk_norm is True .* runs its Llama and Mixtral only"),
         (
             LLAMA,

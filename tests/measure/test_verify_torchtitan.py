@@ -30,7 +30,10 @@ LLAMA = Model(name="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vo
 QWEN = LLAMA.model_copy(update={"name": "qwen", "qk_norm": True})
 EXPERTS = MoE(experts=8, top_k=2, expert_ffn=16)
 QWEN_MOE = QWEN.model_copy(update={"name": "qwen-moe", "ffn": 0, "moe": EXPERTS})
-SIGMOID = QWEN_MOE.model_copy(update={"moe": EXPERTS.model_copy(update={"router": "sigmoid"})})
+SIGMOID = QWEN_MOE.model_copy(
+    update={"moe": EXPERTS.model_copy(update={"router": "sigmoid", "router_bias": True, "scaling": 2.5})}
+)
+TIED = LLAMA.model_copy(update={"tied_embeddings": True})
 
 
 runs_torchtitan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is in dev-slow")
@@ -114,6 +117,24 @@ def test_torchtitan_s_qwen_computes_what_ours_computes(fields: dict[str, Any]) -
     assert found.ok, list(dumps_report(found))
     assert found.compared == {"weight": 25, "forward": 33, "loss": 1, "backward": 33, "gradient": 25}
     assert not found.only_second
+
+
+@pytest.mark.slow
+@runs_torchtitan
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
+def test_torchtitan_s_tied_embeddings_compute_what_ours_compute(fields: dict[str, Any]) -> None:
+    found = compared(fields, TIED)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 20, "forward": 25, "loss": 1, "backward": 25, "gradient": 20}
+
+
+@pytest.mark.slow
+@runs_torchtitan
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"dp": 2, "zero": 3, "ep": 2}], ids=str)
+def test_torchtitan_s_sigmoid_router_computes_what_ours_computes(fields: dict[str, Any]) -> None:
+    found = compared(fields, SIGMOID)
+    assert found.ok, list(dumps_report(found))
+    assert found.compared == {"weight": 27, "forward": 29, "loss": 1, "backward": 27, "gradient": 27}
 
 
 @dataclass(frozen=True)
@@ -328,9 +349,9 @@ def test_a_plan_of_full_size_is_reduced(run: Run, tmp_path: Path) -> None:
     ("model", "layout", "says"),
     [
         ("gpt2", {}, r"model\.\S+ is .* but --engine torchtitan runs its Llama and Qwen3 only"),
-        ("qwen3-0.6b", {}, r"model\.tied_embeddings is True"),
-        ("deepseek-v3", {}, r"model\.mla is .* runs its Llama and Qwen3 only"),
-        (SIGMOID, {}, r"model\.moe\.router is sigmoid .* try router: softmax, or qwen3-30b-a3b"),
+        (TIED, {"pp": 2}, r"layout\.pp is 2 .* tied_embeddings: try pp=1, or tied_embeddings=false"),
+        ("deepseek-v3", {}, r"model\.mla is set but our engine.* has no latent attention: try llama-3-8b"),
+        ("mixtral-8x7b", {}, r"model\.qk_norm is false .* try true, or qwen3-30b-a3b"),
         ("qwen3-30b-a3b", {"dp": 2, "ep": 2}, r"layout\.ep is 2 .* from the 1 that shard weights: try zero=3"),
         ("qwen3-30b-a3b", {"dp": 2, "zero": 3, "ep": 2, "dispatcher": "deepep"}, r"layout\.dispatcher is deepep"),
         (

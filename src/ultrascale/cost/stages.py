@@ -212,9 +212,10 @@ class LayoutRows:
         """Every chunk as if it were a rank of its own."""
         return rows_of(self.group.chunk_share, self._chunks)
 
-    def parts(self, first: bool = False) -> ChunkParts:
-        """What every chunk holds, beside the states of its rank; `first`: until a step's first backward is over."""
-        return rows_of(self.group.first_parts if first else self.group.steady_parts, self._chunks)
+    def parts(self, first: bool = False, last: bool = False) -> ChunkParts:
+        """What every chunk holds, beside the states of its rank; until a step's first backward is over, or in its last."""
+        group = self.group
+        return rows_of(group.first_parts if first else group.last_parts if last else group.steady_parts, self._chunks)
 
     def chunk_gradients(self) -> ChunkGradients:
         return rows_of(self.group.chunk_gradients, self._chunks)
@@ -363,6 +364,10 @@ class _LayoutGroup:
     @cached_property
     def first_parts(self) -> ChunkParts:
         return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders, first=True)
+
+    @cached_property
+    def last_parts(self) -> ChunkParts:
+        return chunk_parts(self.job, self.chunks, self.chunk_share, self.holders, last=True)
 
     @cached_property
     def chunk_gradients(self) -> ChunkGradients:

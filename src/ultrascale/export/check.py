@@ -69,7 +69,7 @@ class ExportCheck:
             why = f"needs {self.actual.peak_gib:,.1f} GiB of {self.actual.capacity_gib:,.1f} in {title}"
         else:
             why = f"would be another in {title}: {', '.join(one.field for one in self.differences)}"
-        return f"the plan {why}: plan for the engine {self.engine.framework}"
+        return f"the plan {why}: plan for the engine {self.engine.framework} (--framework {self.engine.framework})"
 
 
 def check_export(plan: Plan, engine: EngineFormat, file: File) -> ExportCheck:

@@ -30,7 +30,7 @@ from ultrascale.specs.model import Model
 _SCHEDULES = ("1f1b", "interleaved")
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}  # fixed in Megatron
 _DISPATCHERS = ("alltoall", "allgather")
-_ROUTER = {"router": "softmax", "router_bias": False, "shared_experts": 0, "groups": 1, "dense_layers": 0}
+_ROUTER = {"shared_experts": 0, "groups": 1, "dense_layers": 0}
 
 
 def _check(job: Job, layout: Layout) -> None:
@@ -58,6 +58,14 @@ def _check(job: Job, layout: Layout) -> None:
             raise SpecError(
                 f"model.moe.{name} is {given} but --engine megatron is compared with {known} only: try mixtral-8x7b"
             )
+    moe = job.model.moe
+    if moe is not None and moe.router == "sigmoid" and moe.top_k > 1 and not moe.renormalize:
+        raise SpecError(
+            "model.moe.renormalize is false but Megatron's sigmoid router divides the weights of chosen experts by their sum: "
+            "try true"
+        )
+    if moe is not None and moe.router_bias and moe.router != "sigmoid":
+        raise SpecError("model.moe.router_bias is true but Megatron has it beside the sigmoid router only: try router: sigmoid")
     scaling = job.model.rope_scaling
     for name, value in _SCALING.items() if scaling is not None else ():
         if getattr(scaling, name) != value:
@@ -72,6 +80,8 @@ class _CpuForCuda(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
+        if function is Tensor.cuda:
+            return args[0]
         if named.get("device") == "cuda":
             named["device"] = "cpu"
         return function(*args, **named)
@@ -281,5 +291,5 @@ RUNNER = EngineRunner(
     conversions=_conversions,
     names={"embedding": "embed"},
     models="its Llama and Mixtral",
-    beyond_llama=frozenset({"moe"}),
+    beyond_llama=frozenset({"moe", "tied_embeddings"}),
 )

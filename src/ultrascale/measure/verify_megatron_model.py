@@ -61,6 +61,8 @@ def build(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]:
         "moe_router_topk": moe.top_k,
         "moe_router_pre_softmax": not moe.renormalize,
         "moe_router_topk_scaling_factor": None if moe.scaling == 1.0 else moe.scaling,
+        "moe_router_score_function": moe.router,
+        "moe_router_enable_expert_bias": moe.router_bias,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": layout.dispatcher if layout.ep > 1 else "alltoall",
@@ -111,7 +113,7 @@ def build(job: Job, layout: Layout, weights: Mapping[str, Tensor]) -> list[Any]:
             max_sequence_length=job.seq,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(model.rope_theta),
             rope_scaling=model.rope_scaling is not None,
@@ -140,6 +142,8 @@ def _number(modules: nn.ModuleList, numbers: Sequence[int]) -> None:
 def _joined(model: Model, layout: Layout, name: str, weights: Mapping[str, Tensor]) -> Tensor:
     """The whole tensor of one of Megatron's parameters: queries, keys and values by group; gate and up of each rank."""
     module = name.removesuffix(".weight")
+    if module == "output_layer" and model.tied_embeddings:  # the last stage's own copy
+        module = "embedding.word_embeddings"
     if module in _PARAMETERS:
         return weights[f"{_PARAMETERS[module]}.weight"]
     _, _, layer, module = module.split(".", 3)

@@ -26,7 +26,14 @@ from ultrascale.export.torchtitan_text import NOTHING
 from ultrascale.measure.dump import Dump
 from ultrascale.measure.dump_tensors import DumpStep
 from ultrascale.measure.verify_engine import STEP, Conversion, EngineInputs, EngineRunner
-from ultrascale.measure.verify_torchtitan_model import adapter, check_model, config_of, is_qwen3, parallelize_function
+from ultrascale.measure.verify_torchtitan_model import (
+    adapter,
+    check_model,
+    config_of,
+    is_qwen3,
+    named_alike,
+    parallelize_function,
+)
 from ultrascale.model import hf
 from ultrascale.parallel.torch_private import step_microbatches
 from ultrascale.specs.errors import SpecError
@@ -55,6 +62,11 @@ _MODULES = {
 
 def _check(job: Job, layout: Layout) -> None:
     check_model(job.model)
+    if job.model.tied_embeddings and layout.pp > 1:
+        raise SpecError(
+            f"layout.pp is {layout.pp} but torchtitan runs no pipeline of a model with tied_embeddings: try pp=1, or "
+            "tied_embeddings=false"
+        )
     _check_experts(layout)
 
 
@@ -205,7 +217,7 @@ def _trainer(job: Job, layout: Layout, world: int, weights: Mapping[str, Tensor]
     shape, parallelize = config_of(job.model, job.seq), parallelize_function(job.model)
     shape.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     model = shape.build()
-    stored = {one.name: one.joined([weights[name] for name in one.ours]) for one in hf.stored(job.model)}
+    stored = {one.name: one.joined([weights[name] for name in one.ours]) for one in hf.stored(named_alike(job.model))}
     biases = {name: one for name, one in model.state_dict().items() if name.endswith("expert_bias_E")}  # zero in a first step
     model.load_state_dict(adapter(job.model).from_hf(stored) | biases)
     trainer = Trainer.__new__(Trainer)
@@ -234,6 +246,8 @@ def _trainer(job: Job, layout: Layout, world: int, weights: Mapping[str, Tensor]
         trainer.pp_schedule = SimpleNamespace(step=partial(step_microbatches, schedule))
     else:
         trainer.model_parts = [parallelize(model, **common)]
+        if job.model.tied_embeddings:  # sharding over tp has made two of one; its init_states does this in a Trainer
+            model.tok_embeddings.weight = model.lm_head.weight
     for part in trainer.model_parts:
         part.train()
         for module in part.modules():
@@ -251,6 +265,6 @@ RUNNER = EngineRunner(
     conversions=_conversions,
     names=_MODULES,
     models="its Llama and Qwen3",
-    beyond_llama=frozenset({"moe", "qk_norm"}),
+    beyond_llama=frozenset({"moe", "qk_norm", "tied_embeddings"}),
     seq=seq_of,
 )

@@ -9,8 +9,6 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
 ROUTER = {
-    "router": "softmax",
-    "router_bias": False,
     "shared_experts": 0,
     "groups": 1,
     "dense_layers": 0,
@@ -24,6 +22,11 @@ def check_model(model: Model) -> None:
         raise SpecError(
             "model.rope_scaling is set but --engine torchtitan scales no positions of its Qwen3: try null, or qwen3-30b-a3b"
         )
+    if model.moe is not None and not model.qk_norm:
+        raise SpecError(
+            "model.qk_norm is false but --engine torchtitan runs the experts of its Qwen3, which normalises heads: try true, "
+            "or qwen3-30b-a3b"
+        )
     for name, value in ROUTER.items() if model.moe is not None else ():
         if getattr(model.moe, name) != value:
             raise SpecError(
@@ -34,6 +37,15 @@ def check_model(model: Model) -> None:
 
 def is_qwen3(model: Model) -> bool:
     return model.qk_norm or model.moe is not None
+
+
+def named_alike(model: Model) -> Model:
+    """Qwen3 of the same weights: a router's scores and bias have no weights that train."""
+    if model.moe is None:
+        return model
+    return model.model_copy(
+        update={"moe": model.moe.model_copy(update={"router": "softmax", "router_bias": False, "scaling": 1.0})}
+    )
 
 
 def adapter(model: Model) -> Any:
@@ -101,6 +113,7 @@ def config_of(model: Model, seq: int) -> Any:
         norm=RMSNorm.Config(**hidden),
         lm_head=Linear.Config(in_features=model.hidden, out_features=model.vocab),
         layers=layers,
+        enable_weight_tying=model.tied_embeddings,
     )
 
 
@@ -116,7 +129,7 @@ def _experts(model: Model) -> Any:
             num_experts=moe.experts,
             gate_param_init={},
             top_k=moe.top_k,
-            score_func="softmax",
+            score_func=moe.router,
             route_norm=moe.renormalize,
             route_scale=moe.scaling,
         ),

@@ -156,6 +156,8 @@ class ChunkMemory:
     """what its rank holds, which may have other chunks"""
     first_backward: bool = False
     """until the end of a step's first backward: FSDP has neither allocated gradients nor reduce-scattered any"""
+    last_backward: bool = True
+    """in a step's last backward, or if that is not known: engines that add up whole gradients reduce them there alone"""
 
     @cached_property
     def shards(self) -> Array:

@@ -182,9 +182,11 @@ def lower_bound_parts(job: Job, columns: LayoutColumns, share: RankShare) -> Pea
     )
 
 
-def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: RankShare, first: bool = False) -> ChunkParts:
-    """Of one chunk, whose rank has the states of several; `first`: until a step's first backward ends."""
-    chunk = ChunkMemory(job, columns, share, rank_share, first)
+def chunk_parts(
+    job: Job, columns: LayoutColumns, share: RankShare, rank_share: RankShare, first: bool = False, last: bool = False
+) -> ChunkParts:
+    """Of one chunk, whose rank has the states of several; until a step's first backward ends, or in its last one."""
+    chunk = ChunkMemory(job, columns, share, rank_share, first, last)
     parts = _peak_parts(chunk)
     gradients, nothing = parts.state.gradients, np.zeros(len(columns))
     if job.framework.exact_memory_trace:
@@ -198,7 +200,8 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
             MemoryPoint.nothing(len(columns)) if rehearsed else MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
         )
         input_grads_end = MemoryPoint(nothing, parts.layer.buffers, gradients, nothing)
-        backward_start = backward_end = last_backward_end = MemoryPoint(nothing, nothing, gradients, nothing)
+        ended = MemoryPoint.nothing(len(columns)) if first else MemoryPoint(nothing, nothing, gradients, nothing)
+        backward_start = backward_end = last_backward_end = ended
     return ChunkParts(
         **vars(parts),
         forward_end=forward_end,
@@ -219,9 +222,9 @@ def chunk_parts(job: Job, columns: LayoutColumns, share: RankShare, rank_share: 
 def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     job, columns = chunk.job, chunk.columns
     state = states(job, columns, chunk.rank_params, fp8_on_rank(job, columns, chunk.rank_share).elements)
-    if chunk.first_backward:
-        state = replace(state, gradients=0.0 * state.gradients)
     traced = job.framework.exact_memory_trace
+    if chunk.first_backward and traced:
+        state = replace(state, gradients=0.0 * state.gradients)
     if traced:
         layer = split_layer = tensors.layer_backward(chunk, state.gradients, split=False)
         live = tensors.chunk_events(chunk, state.gradients)
@@ -352,13 +355,21 @@ class Peak:
 def peaks(view: LayoutRows) -> list[Peak]:
     """Of every rank: its list of actions, walked with the bytes of its chunks."""
     layout, steady = view.layout, view.parts()
-    # FSDP allocates gradients in a step's first backward.
-    allocates = view.job.framework.exact_memory_trace and _sharded(layout) and layout.gas > 1
+    # FSDP allocates gradients in a step's first backward; torch's pipelines reduce them in the last one.
+    several, whole = (
+        _sharded(layout) and layout.gas > 1,
+        layout.pp > 1 and view.job.framework.accumulation == "unsharded-in-pipelines",
+    )
+    allocates = several and (view.job.framework.exact_memory_trace or (whole and layout.virtual_stages == 1))
     first = view.parts(first=True) if allocates else steady
+    last = view.parts(last=True) if several and whole else None
     # Beyond four rounds the list only repeats itself, and what is in flight no longer grows (AFAB holds everything).
     enough = layout.gas if REGISTRY[layout.schedule].holds_all else min(layout.gas, _steady_state(layout))
     actions = counts(layout.schedule, layout.pp, enough, layout.virtual_stages)
-    points = [point for point in _action_points(view, first, steady, actions) if point.reached.any()]
+    points = [*_action_points(view, first, steady, actions)]
+    if last is not None:
+        points += _last_points(view, last, actions)
+    points = [point for point in points if point.reached.any()]
     others = OtherChunks.of(view, steady, actions) if allocates else None
     totals = np.stack([point.totals(actions, others) for point in points], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
@@ -457,6 +468,17 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
     yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
     yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)
     yield _ActionPoint("loss of a micro-batch", whole | inputs, at_loss, steady.loss, first.loss)
+
+
+def _last_points(view: LayoutRows, last: ChunkParts, actions: InFlightCounts) -> Iterator[_ActionPoint]:
+    """Of a step's last backward, in engines that reduce gradients in it alone."""
+    live = _over_chunks(actions.waiting, (last.kept + last.kept_loss)[view.chunks])
+    live = live + _over_chunks(actions.deferred, (last.kept + last.dropped)[view.chunks])
+    whole, ends = actions.by_kind[ActionKind.B], actions.ends_last_backward
+    live = live + np.where(whole, last.kept[actions.stage], 0.0)
+    yield _ActionPoint("backward of a layer", whole & ends, live, last.layer, last.layer)
+    yield _ActionPoint("loss of a micro-batch", whole & ends, live, last.loss, last.loss)
+    yield _ActionPoint("weight gradients", ~whole & ends, live, last.weight_grads, last.weight_grads)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     embedding = _embedding(chunk)
     with_embedding = np.where(gathers, b * (block + embedding), 0.0)
     yield buffer("gathered layer and embedding", with_embedding, event.FIRST_LAYER, event.EMBEDDING)
-    whole = np.where(fsdp, (np.where(gathers, b, 0) + b + g) * embedding, 0.0)
+    fresh = np.where(_adds_whole_gradients(chunk), b, 0.0) * embedding
+    whole = np.where(fsdp, (np.where(gathers, b, 0) + b + g) * embedding, fresh)
     yield buffer("gathered embedding, its gradient and reduce-scatter input", whole, event.EMBEDDING, event.BACKWARD_END)
     yield activation("freed", saved - chunk.saved, event.FIRST_LAYER, event.EMBEDDING)
     yield activation("freed", -chunk.saved, event.EMBEDDING, event.END)
@@ -141,12 +142,14 @@ def _autocast(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
 def _states(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
     event, framework, columns = EngineEvent, chunk.job.framework, chunk.columns
     # Those of one micro-batch appear as its backward comes along.
-    late = (columns.gas == 1) & (not framework.keeps_gradients)
+    late = ((columns.gas == 1) & (not framework.keeps_gradients)) | chunk.first_backward
     params = chunk.rank_params
     each = gradients / np.maximum(1, params.total)
     yield TensorLifetime("gradients", "gradients", np.where(late, 0.0, gradients), event.LOSS_FORWARD, event.FIRST_LAYER)
     missing = each * np.where(late, _embedding(chunk), 0.0)
-    yield TensorLifetime("gradients", "gradients", gradients - missing, event.FIRST_LAYER, event.BACKWARD_END)
+    yield TensorLifetime("gradients", "gradients", gradients - missing, event.FIRST_LAYER, event.EMBEDDING)
+    missing = np.where(_adds_whole_gradients(chunk), 0.0, missing)  # else the sum is there beside the gradient
+    yield TensorLifetime("gradients", "gradients", gradients - missing, event.EMBEDDING, event.BACKWARD_END)
     first = np.where(late, -each * params.block, 0.0)
     yield TensorLifetime("gradients", "gradients", first, event.FIRST_LAYER, event.EMBEDDING)
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_END, event.END)
@@ -168,7 +171,14 @@ def _is_sharded(chunk: ChunkMemory) -> Array:
 
 
 def _is_fsdp(chunk: ChunkMemory) -> Array:
-    return np.asarray(_is_sharded(chunk) & (chunk.job.framework.states == "fp32"))
+    """Reduces gradients layer by layer in this backward."""
+    return np.asarray(_is_sharded(chunk) & (chunk.job.framework.states == "fp32") & ~_adds_whole_gradients(chunk))
+
+
+def _adds_whole_gradients(chunk: ChunkMemory) -> Array:
+    """In place of reducing them, which waits for a step's last backward."""
+    waits = chunk.job.framework.accumulation == "unsharded-in-pipelines" and not chunk.last_backward
+    return np.asarray(_is_sharded(chunk) & waits & (chunk.columns.pp > 1) & (chunk.columns.gas > 1))
 
 
 def _gathers(chunk: ChunkMemory) -> Array:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ultrascale.measure.foreign.program import batches, hugging_face_model, parsed
-from ultrascale.measure.foreign.request import CannotRehearseError
+from ultrascale.measure.foreign.request import CannotRehearseError, ForeignRequest
+from ultrascale.measure.foreign.watcher import Watcher
 
 
-def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
-    """`config`: the YAML of `accelerate launch --config_file`, with model/config.json beside it."""
-    given = parsed(arguments)
-    os.environ.update(_environment(config))
+def run(request: ForeignRequest, watcher: Watcher, note: Callable[[str], None]) -> None:
+    """Its program: the YAML of `accelerate launch --config_file`, with model/config.json beside it."""
+    given = parsed(request.arguments)
+    os.environ.update(_environment(request.program))
     accelerator = importlib.import_module("accelerate").Accelerator(gradient_accumulation_steps=given.gas)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and given.gradients == "fp32" and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
-    model: Any = hugging_face_model(config, torch.float32)
+    model: Any = hugging_face_model(request)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for tokens in batches(given.mbs, given.seq):
+    for tokens in batches(request, given.mbs, given.seq):
         with accelerator.accumulate(model):
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             if accelerator.sync_gradients:

@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
         with device.running():
             if request.engine is not None:
                 runner = importlib.import_module(f"ultrascale.measure.foreign.{request.engine}")
-                runner.run(request.program, request.arguments, notes.setdefault)
+                runner.run(request, device.watcher, notes.setdefault)
             else:
                 _run_script(request)
     except CannotRehearseError as refused:
@@ -94,7 +94,7 @@ def _result(request: ForeignRequest, watcher: Watcher, notes: tuple[str, ...]) -
         notes=notes,
         torch=torch.__version__,
         engine=engine,
-        gpu=torch.cuda.get_device_name() if request.device == "cuda" else None,
+        gpu=torch.cuda.get_device_name() if request.on_gpu else None,
         step_s=watcher.step_s,
     )
 

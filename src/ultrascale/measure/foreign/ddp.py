@@ -27,7 +27,7 @@ class DDPBucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        self.buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        self.buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
         parts = self.buffer.split(sizes)  # type: ignore[no-untyped-call]
         self.views = {id(one): part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
         self.parameters, self.ready = parameters, 0
@@ -146,7 +146,8 @@ class BucketedDataParallel(nn.Module):
         """Reduces buckets of unused parameters, and copies the means back."""
         self._queued = False
         if self.find_unused:
-            dist.all_reduce(torch.zeros(len(self._bucket_of), dtype=torch.int32), group=self.process_group)
+            used = torch.zeros(len(self._bucket_of), dtype=torch.int32, device=self.buckets[0].buffer.device)
+            dist.all_reduce(used, group=self.process_group)
         for bucket in self.buckets:
             if bucket.ready >= 0:
                 self._reduce(bucket)

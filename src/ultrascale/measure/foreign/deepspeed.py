@@ -5,33 +5,38 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ultrascale.measure.foreign.program import batches, hugging_face_model, parsed
-from ultrascale.measure.foreign.request import CannotRehearseError
+from ultrascale.measure.foreign.request import CannotRehearseError, ForeignRequest
+from ultrascale.measure.foreign.watcher import Watcher
 
 
-def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
-    """`config`: the JSON of deepspeed.initialize, with model/config.json beside it."""
-    given = parsed(arguments)
-    settings = json.loads(Path(config).read_text(encoding="utf-8"))
+def run(request: ForeignRequest, watcher: Watcher, note: Callable[[str], None]) -> None:
+    """Its program: the JSON of deepspeed.initialize, with model/config.json beside it."""
+    given = parsed(request.arguments)
+    settings = json.loads(Path(request.program).read_text(encoding="utf-8"))
     _check(settings)
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cuda" if request.on_gpu else "cpu"
     deepspeed: Any = importlib.import_module("deepspeed")
     _without_peers()
-    deepspeed.init_distributed("gloo")
-    model: Any = hugging_face_model(config, torch.float32)
+    deepspeed.init_distributed("nccl" if request.on_gpu else "gloo")
+    watcher.steps_by_hand = True  # its optimizer steps for each part of the parameters, and once to create its states
+    model: Any = hugging_face_model(request)
     if given.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters())  # DeepSpeed's own is a CUDA kernel with the same states
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    for tokens in batches(given.mbs, given.seq):
+    for tokens in batches(request, given.mbs, given.seq):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        last = engine.is_gradient_accumulation_boundary()
         engine.step()
+        if last:
+            watcher.end_step()
 
 
 def _check(settings: dict[str, Any]) -> None:

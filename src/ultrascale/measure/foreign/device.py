@@ -11,12 +11,11 @@ import torch
 
 from ultrascale.measure.foreign.compiled import rehearse_compiled
 from ultrascale.measure.foreign.gpu import ValuesOfZero, answer_for_gpu, without_gpu
-from ultrascale.measure.foreign.peers import counts_from_peers, without_peers
-from ultrascale.measure.foreign.request import ForeignRequest
+from ultrascale.measure.foreign.peers import values_from_peers, without_peers
+from ultrascale.measure.foreign.request import BALANCED, ForeignRequest
 from ultrascale.measure.foreign.watcher import Watcher
 
 VALUES = "tensors have no values: what the program reads of them is zero, and a mask selects everything"
-BALANCED = "experts are chosen equally often"
 ALLOCATOR = (
     "the peak is the allocator's, without memory by owner; times are of computing alone: collectives return at once and move "
     "nothing"
@@ -31,7 +30,7 @@ Done = Callable[[Watcher], None]
 
 def device_of(request: ForeignRequest, note: Callable[[str], Any], save: Done, done: Done) -> MetaDevice | CudaDevice:
     """`save` is called with what is known before the last step, on a GPU; `done` at the end of it."""
-    if request.device == "cuda":
+    if request.on_gpu:
         return CudaDevice(request, note, save, done)
     return MetaDevice(request, note, done)
 
@@ -70,7 +69,7 @@ class CudaDevice:
 
         self.watcher = CudaWatcher(request.steps, measured, done)
         without_peers(request.rank, request.world, on_gpu=True)
-        counts_from_peers()
+        values_from_peers()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -5,9 +5,10 @@ megatron-core alone has no pretrain_gpt.py: a few arguments are turned into its 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ from torch.nn import functional
 
 from ultrascale.export.megatron import ENGINE
 from ultrascale.measure.foreign.gpu import replace_everywhere
-from ultrascale.measure.foreign.request import NOT_COMPILED, CannotRehearseError
+from ultrascale.measure.foreign.request import BALANCED, CannotRehearseError, ForeignRequest
+from ultrascale.measure.foreign.watcher import Watcher
 from ultrascale.measure.rehearse_world import split_evenly
 from ultrascale.parallel.torch_private import FakeTensor, unset_fake_temporarily
 
@@ -41,13 +43,18 @@ _REFUSED = {
 """with the value that works, or None where there is none"""
 
 
-def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
-    """`config`: a shell script that starts pretrain_gpt.py."""
+def run(request: ForeignRequest, watcher: Watcher, note: Callable[[str], None]) -> None:
+    """Its program: a shell script that starts pretrain_gpt.py."""
     note(LOCAL)
-    note(NOT_COMPILED)
-    torch.compiler.set_stance("force_eager")  # it compiles functions inside autograd functions, which Dynamo refuses here
-    given = _settings(config)
-    _without_gpu()
+    given = _settings(request.program)
+    given["perform_initialization"] = request.on_gpu
+    if request.on_gpu and "num_experts" in given:
+        given["moe_router_force_load_balancing"] = True
+        note(BALANCED)
+    if not request.on_gpu:
+        torch.compile = _where_differentiated(torch.compile)
+        _without_gpu(given)
+    _core("tensor_parallel.random").model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
     parallel = _core("parallel_state")
     torch.distributed.init_process_group()
     pp = int(given["pipeline_model_parallel_size"])
@@ -70,9 +77,10 @@ def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> N
     seq, rows = int(given["seq_length"]), int(given["micro_batch_size"])
     count = int(given["global_batch_size"]) // rows // parallel.get_data_parallel_world_size()
     step = _core("pipeline_parallel").get_forward_backward_func()
+    watcher.steps_by_hand = True  # experts have an optimizer of their own
 
     def forward(_: Any, stage: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
-        tokens = torch.zeros(rows, seq, dtype=torch.int64)
+        tokens = torch.zeros(rows, seq, dtype=torch.int64, device=torch.cuda.current_device())
         return stage(tokens, tokens, None, labels=tokens), lambda losses: (losses.mean(), {})
 
     while True:
@@ -89,6 +97,22 @@ def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> N
             forward_only=False,
         )
         optimizer.step()
+        watcher.end_step()
+
+
+def _where_differentiated(compile_with: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile outside of autograd functions: inside, tensors that are changed in place would be copied."""
+
+    def compile_here(function: Any) -> Any:
+        compiled = compile_with(function)
+
+        @functools.wraps(function)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if torch.is_grad_enabled() else function)(*args, **kwargs)
+
+        return outer
+
+    return compile_here
 
 
 def _chunks(shape: Any, reduction: Any, given: Mapping[str, Any]) -> list[Any]:
@@ -173,7 +197,6 @@ def _model_config(given: Mapping[str, Any]) -> Any:
         activation_func=functional.silu if "swiglu" in given else functional.gelu,
         bias_activation_fusion=True,
         gradient_accumulation_fusion=False,
-        perform_initialization=False,
         **more,
     )
 
@@ -194,7 +217,7 @@ def _model(config: Any, given: Mapping[str, Any], stage: int | None) -> nn.Modul
         spec = specs.get_gpt_layer_local_spec(normalization=given["normalization"])
         layers = [spec]
     else:
-        _experts_without_values(config)
+        _grouped_experts()
         spec = specs.get_gpt_decoder_block_spec(config, False, given["normalization"], vp_stage=stage)
         spec.layer_norm, layers = Norm, spec.layer_specs
     for layer in layers:
@@ -211,16 +234,33 @@ def _model(config: Any, given: Mapping[str, Any], stage: int | None) -> nn.Modul
         position_embedding_type=given["position_embedding_type"],
         rotary_base=_value(given.get("rotary_base", 10000)),
     )
+    model.cuda()  # norms and routers are made elsewhere
     return _core("transformer.module").Float16Module(config, model) if config.bf16 else model
 
 
-def _experts_without_values(config: Any) -> None:
-    """Tokens are spread evenly over experts, which run in torch's grouped GEMMs."""
-    dispatchers, grouped = _core("transformer.moe.token_dispatcher"), _core("transformer.moe.grouped_gemm_util")
+def _grouped_experts() -> None:
+    """Experts run in torch's grouped GEMMs, without Transformer Engine or the package grouped_gemm."""
+    grouped = _core("transformer.moe.grouped_gemm_util")
+
+    def gmm(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: bool = False) -> Tensor:
+        weights = weights.transpose(1, 2) if trans_b else weights
+        if isinstance(rows, FakeTensor):
+            ends = torch.zeros(len(counts), dtype=torch.int32)
+        else:
+            ends = counts.cumsum(0).to(rows.device, torch.int32)
+        return functional.grouped_mm(rows, weights, offs=ends)
+
+    _core("transformer.moe.moe_utils").te_general_gemm = None  # 0.16 reads it without Transformer Engine too
+    grouped.grouped_gemm, grouped.ops = torch, SimpleNamespace(gmm=gmm)
+
+
+def _experts_without_values(experts: int, top_k: int) -> None:
+    """Tokens are spread evenly over experts."""
+    dispatchers = _core("transformer.moe.token_dispatcher")
 
     def masked_select(values: Tensor, mask: Tensor) -> Tensor:
         """Of a map from tokens to experts."""
-        rows = mask.numel() * config.moe_router_topk // config.num_moe_experts
+        rows = mask.numel() * top_k // experts
         return _Selected.apply(values, mask, rows)  # type: ignore[no-untyped-call,no-any-return]
 
     sort_chunks = _core("transformer.moe.moe_utils").sort_chunks_by_idxs
@@ -242,15 +282,9 @@ def _experts_without_values(config: Any) -> None:
         with unset_fake_temporarily():
             return torch.tensor(whole.sum(0))
 
-    def gmm(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: bool = False) -> Tensor:
-        weights = weights.transpose(1, 2) if trans_b else weights
-        return functional.grouped_mm(rows, weights, offs=torch.zeros(len(counts), dtype=torch.int32))
-
     replace_everywhere([(sort_chunks, as_they_are)])
     Tensor.masked_select = masked_select  # type: ignore[assignment,method-assign]
     dispatchers.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts
-    _core("transformer.moe.moe_utils").te_general_gemm = None  # 0.16 reads it without Transformer Engine too
-    grouped.grouped_gemm, grouped.ops = torch, SimpleNamespace(gmm=gmm)
 
 
 class _Selected(torch.autograd.Function):
@@ -289,7 +323,7 @@ class FlashAttention(nn.Module):
         return found.permute(2, 0, 1, 3).flatten(2)
 
 
-def _without_gpu() -> None:
+def _without_gpu(given: Mapping[str, Any]) -> None:
     """Weights say that they are on a GPU, buffers of a backward are on the CPU, and nothing is random."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     plain = FakeTensor.type
@@ -304,4 +338,5 @@ def _without_gpu() -> None:
     random = _core("tensor_parallel.random")
     random._set_cuda_rng_state = lambda *_, **__: None
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+    if "num_experts" in given:
+        _experts_without_values(int(given["num_experts"]), int(given.get("moe_router_topk", 2)))

@@ -46,12 +46,13 @@ def without_peers(rank: int, world: int, on_gpu: bool = False) -> None:
         _meshes_with_values()
 
 
-def counts_from_peers() -> None:
-    """Ranks tell one another how many rows they send, in one dimension: each sends this rank as many as this rank sends it.
+def values_from_peers() -> None:
+    """What a rank on a GPU reads of its peers: torch's `fake` group copies its own part into what it gathers, nothing else.
 
-    On a GPU; a tensor without memory has no numbers. A collective of torch's `fake` group leaves its output as it was.
+    Ranks tell one another how many rows they send, in one dimension: each sends this rank as many as this rank sends it.
+    Gradients that are reduced are this rank's: an engine skips a step in which they are not finite.
     """
-    functional, in_place = functional_all_to_all, dist.all_to_all_single
+    functional, in_place, reduce = functional_all_to_all, dist.all_to_all_single, dist.reduce_scatter_tensor
 
     @functools.wraps(functional)
     def all_to_all(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -65,7 +66,16 @@ def counts_from_peers() -> None:
             output.copy_(input)
         return work
 
-    replace_everywhere([(functional, all_to_all), (in_place, all_to_all_in_place)])
+    @functools.wraps(reduce)
+    def reduce_scatter(
+        output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        work = reduce(output, input, op, group, async_op)
+        own = input.reshape(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)]
+        output.copy_(own.view(output.shape))
+        return work
+
+    replace_everywhere([(functional, all_to_all), (in_place, all_to_all_in_place), (reduce, reduce_scatter)])
 
 
 def _outside(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ultrascale.measure.foreign.request import CannotRehearseError
+from ultrascale.measure.foreign.request import CannotRehearseError, ForeignRequest
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,20 +29,25 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def hugging_face_model(config: str, dtype: torch.dtype) -> nn.Module:
-    """Of model/config.json beside the engine's configuration, with weights of no values."""
-    file = Path(config).with_name("model") / "config.json"
+def hugging_face_model(request: ForeignRequest) -> nn.Module:
+    """Of model/config.json beside the engine's configuration, in fp32."""
+    file = Path(request.program).with_name("model") / "config.json"
     if not file.is_file():
-        raise CannotRehearseError(f"{file.parent.name}/{file.name} is missing beside {Path(config).name}: try llama-3.1-8b")
+        raise CannotRehearseError(
+            f"{file.parent.name}/{file.name} is missing beside {Path(request.program).name}: try llama-3.1-8b"
+        )
     transformers: Any = importlib.import_module("transformers")
-    masks: Any = importlib.import_module("transformers.masking_utils")
-    masks.find_packed_sequence_indices = lambda _: None  # else it asks values, and a mask takes flash attention's place
+    if not request.on_gpu:  # where tensors have no values: it reads them, and a mask takes flash attention's place
+        masks: Any = importlib.import_module("transformers.masking_utils")
+        masks.find_packed_sequence_indices = lambda _: None
     shape = transformers.AutoConfig.from_pretrained(str(file.parent))
     shape.use_cache = False
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+    build = transformers.AutoModelForCausalLM.from_config
+    with torch.device("cuda" if request.on_gpu else "cpu"):
+        model: nn.Module = build(shape, dtype=torch.float32, attn_implementation="sdpa")
     return model.train()
 
 
-def batches(rows: int, seq: int) -> Iterator[Tensor]:
+def batches(request: ForeignRequest, rows: int, seq: int) -> Iterator[Tensor]:
     while True:
-        yield torch.zeros(rows, seq, dtype=torch.int64)
+        yield torch.zeros(rows, seq, dtype=torch.int64, device="cuda" if request.on_gpu else "cpu")

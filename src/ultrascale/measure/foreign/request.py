@@ -23,6 +23,7 @@ FIRST_GPU_STEPS = 3
 COMPILED = (
     "torch.compile: code is captured and partitioned as on a GPU; its kernels are not generated, their buffers are counted"
 )
+BALANCED = "experts are chosen equally often"
 NOT_COMPILED = "torch.compile is off: operators run one by one and keep what compiled code would fuse or recompute"
 
 
@@ -42,14 +43,12 @@ class ForeignEngine:
     """its weights are shards in fp32 under ZeRO; others hold weights to compute with and masters"""
     library: bool = True
     """its configuration has no model and no batch: they are a program's, here foreign/program.py"""
-    gpu: bool = False
-    """it can be rehearsed on a GPU too"""
     other_names: tuple[str, ...] = ()
     """that users type for it"""
 
     def preset(self, version: str, eager: bool) -> str:
         """Of an estimate for this version, with torch.compile or without."""
-        name = self.eager if eager and self.eager else self.framework
+        name = self.eager if (eager or self.library) and self.eager else self.framework
         old = self.name == "torchtitan" and version.startswith("0.2.")
         return name.replace(self.name, "torchtitan-0.2") if old else name
 
@@ -74,7 +73,6 @@ ENGINES = {
             "torchtitan-eager",
             fsdp2=True,
             library=False,
-            gpu=True,
         ),
         ForeignEngine("accelerate", ("1.15.0",), "accelerate", "accelerate", fsdp2=True, other_names=("transformers", "fsdp")),
         ForeignEngine("deepspeed", ("0.19.8",), "deepspeed", "deepspeed"),
@@ -96,7 +94,7 @@ def engine_named(name: str) -> ForeignEngine:
     """By its own name or another."""
     known = {each: one for one in ENGINES.values() for each in (one.name, *one.other_names)}
     if name not in known:
-        raise SpecError(f"--engine is '{name:.40}' but must be one of {', '.join(known)}: {nearest(name[:40], known)}")
+        raise SpecError(f"--engine is '{name:.40}', which is none that can be rehearsed: {nearest(name[:40], known)}")
     return known[name]
 
 
@@ -126,7 +124,7 @@ class ForeignRequest:
         check_device(self.device)
         if self.steps < FIRST_STEPS:
             raise SpecError(f"--steps is {self.steps} but the first step only creates optimizer states: try {FIRST_STEPS}")
-        if self.device == "cuda" and self.steps < FIRST_GPU_STEPS:
+        if self.on_gpu and self.steps < FIRST_GPU_STEPS:
             raise SpecError(
                 f"--steps is {self.steps} but on a GPU the last step is not measured, nor is the first: try {GPU_STEPS}"
             )
@@ -134,23 +132,22 @@ class ForeignRequest:
             _readable("--script", self.program, ".py")
             return self
         engine = engine_named(self.engine)
-        if self.device == "cuda" and not engine.gpu:
-            raise SpecError(
-                f"--device is cuda but {engine.name} is rehearsed without a GPU alone: leave it out, or run a program of its "
-                "own with --script train.py"
-            )
         version = engine.installed()
         _check_configuration(engine, version, self.program)
         found = replace(self, engine=engine.name)
         if version in engine.tested:
             return found
-        note = f"{engine.name} {version} was not tested; {' and '.join(engine.tested)} were"
+        note = f"{engine.name} {version} was not tested; {' and '.join(engine.tested)} {'were' if engine.tested[1:] else 'was'}"
         return replace(found, notes=(*self.notes, note))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
 
     @property
     def environment(self) -> dict[str, str]:
         """As torchrun sets it for this rank; on a real GPU the rank is alone on its node, since there is one GPU."""
-        local = 1 if self.device == "cuda" else min(self.gpus_per_node, self.world)
+        local = 1 if self.on_gpu else min(self.gpus_per_node, self.world)
         numbers = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world,

@@ -58,7 +58,7 @@ def rehearse_foreign(
 ) -> ForeignRehearsal:
     """RunError where the program does not complete the step that is counted."""
     request = request.checked()
-    if request.device == "cuda":
+    if request.on_gpu:
         require_gpu()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
@@ -69,9 +69,10 @@ def rehearse_foreign(
     if "peak" in found:
         return replace(ForeignRehearsal.of_json(found), seconds=time.perf_counter() - start)
     lines = [] if "refused" in found else tail
-    if request.device == "meta" and any(word in line.lower() for line in lines for word in OF_GPU):
+    said = [line.lower() for line in lines if "No module named" not in line]
+    if not request.on_gpu and any(word in line for line in said for word in OF_GPU):
         lines = [*lines, NEEDS_GPU]
-    raise RunError("\n  ".join([_sentence(request, found, code, timeout_s), *lines]))
+    raise RunError("\n  ".join([_sentence(request, found, code, timeout_s), *lines, *request.notes]))
 
 
 def _run(

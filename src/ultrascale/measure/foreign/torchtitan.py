@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ultrascale.measure.foreign.data_stub import stub_data_pipeline
+from ultrascale.measure.foreign.request import ForeignRequest
+from ultrascale.measure.foreign.watcher import Watcher
 from ultrascale.parallel.torch_private import FakeTensor, step_microbatches
 
 GRAPHS = "CUDA graphs are off: their private memory is not counted"
@@ -20,10 +22,10 @@ PARTIAL = "parallelism.spmd_backend is partial_dtensor: torchtitan's spmd_types 
 NO_DATA = "the tokenizer or the dataset could not be read here: batches of zeros take their place"
 
 
-def run(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:
-    """`config`: FILE.toml, FILE.py, FILE.py:FUNCTION, or MODULE:FUNCTION of torchtitan's own."""
+def run(request: ForeignRequest, watcher: Watcher, note: Callable[[str], None]) -> None:
+    """Its program: FILE.toml, FILE.py, FILE.py:FUNCTION, or MODULE:FUNCTION of torchtitan's own."""
     stub_data_pipeline()
-    (_run_toml if config.endswith(".toml") else _run_python)(config, arguments, note)
+    (_run_toml if request.program.endswith(".toml") else _run_python)(request.program, request.arguments, note)
 
 
 def _run_python(config: str, arguments: Sequence[str], note: Callable[[str], None]) -> None:

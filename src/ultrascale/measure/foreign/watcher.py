@@ -48,7 +48,11 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
                 setattr(ShardingPropagator, name, self._unwatched(getattr(ShardingPropagator, name), fake))
         self.steps, self.done, self.completed = steps, done, 0
         self.optimizers: dict[int, Optimizer] = {}
+        self._optimized: dict[int, Tensor] = {}
+        """parameters of optimizers when they step: DeepSpeed takes them away in between"""
         self.phase, self._after_backward = "", False
+        self.steps_by_hand = False
+        """the program says when a step ends, rather than its optimizer"""
         self.step_s: float | None = None
         """on a real GPU"""
         self._names: dict[int, str] = {}
@@ -98,11 +102,14 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.phase = "optimizer"
         self.optimizers.setdefault(id(optimizer), optimizer)
+        self._optimized |= {id(one): one for group in optimizer.param_groups for one in group["params"]}
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.phase, self._after_backward = "", False
-        if id(optimizer) != next(iter(self.optimizers)):
-            return
+        if not self.steps_by_hand and id(optimizer) == next(iter(self.optimizers)):
+            self.end_step()
+
+    def end_step(self) -> None:
         self.completed += 1
         self._end_step()
 
@@ -120,7 +127,7 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
             if tracked.owner == UNLABELLED:  # it outlives the step
                 self.track_storage(tracked(), "buffers")  # type: ignore[arg-type]
         parameters = {id(one): one for module in modules for one in module.parameters(recurse=False)}
-        parameters |= {id(one): one for one in self._parameters()}
+        parameters |= cast(dict[int, nn.Parameter], self._optimized)
         shards = [getattr(one, "ds_tensor", None) for one in parameters.values()]  # DeepSpeed's, of ZeRO-3
         parameters |= {id(one): one for one in shards if one is not None}
         for root in modules:
@@ -140,11 +147,6 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         self.calls.clear()
         self.most.clear()
         self.reset_peak()
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
     def _label_gradient(self, parameter: Tensor, owner: str) -> None:
         def label(parameter: Tensor) -> None:
