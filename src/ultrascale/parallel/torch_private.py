@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd import profiler
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_to_all_single as functional_all_to_all
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -267,7 +268,7 @@ def fsdp_copy_in(copy_in: Callable[[Sequence[Tensor], Tensor], bool]) -> None:
     collectives.foreach_reduce_scatter_copy_in = outer  # type: ignore[assignment]
 
 
-def fsdp_gather_in_place(module: nn.Module, copy: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]) -> None:
+def fsdp_gather_in_place(module: nn.Module, copy: Callable[[list[Tensor], list[Tensor]], Any]) -> None:
     """Makes FSDP2 gather each weight of the module straight into its own memory, all of a group in one call.
 
     `copy` casts shards (the second argument) into this rank's parts of the gathered weights (the first).
@@ -275,8 +276,9 @@ def fsdp_gather_in_place(module: nn.Module, copy: Callable[[Sequence[Tensor], Se
     FSDP2 gathers a group into one buffer, which it allocates beside the weights and copies to them. Here the weights' memory is
     allocated where the gather begins, which waits for the kernels that used it before.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as owner
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+    owner: Any = _fsdp_param_group
     for group in (group for one in module.modules() if isinstance(one, FSDPModule) for group in _fsdp_groups(one)):
         for parameter in group.fsdp_params:
             parameter.copy_shards = copy  # sharded by rows: shards in the order of ranks are the weight
@@ -323,7 +325,7 @@ def _gather_in_place(
     options = AllgatherOptions()
     options.asyncOp = async_op  # if not, NCCL uses `stream` itself
     stream.wait_stream(module.current_stream())
-    with module.stream(stream), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
+    with module.stream(stream), preserve_version_counter(tuple(wholes)):
         parts = [whole.chunk(ranks)[group.rank()] for whole in wholes]
         parameters[0].copy_shards(parts, shards)
         if len({whole.dtype for whole in wholes}) > 1:  # fp8 and bf16
