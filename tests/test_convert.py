@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from ultrascale.convert import ConversionResult, convert
 from ultrascale.model.hf_folder import HFFolder
 from ultrascale.specs import hf
+from ultrascale.specs.blocks import RopeType
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.hf import WRITTEN
-from ultrascale.specs.model import RopeType
+from ultrascale.specs.hf_families import FAMILIES
 from ultrascale.specs.plan import Plan
 from ultrascale.train import checkpoint
 
@@ -213,7 +213,7 @@ def families_of(text: str) -> set[str]:
 def test_help_and_docs_name_the_families_that_are_converted(run: Any) -> None:
     _, help_text, _ = run("convert", "--help")
     page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    known = {family.replace("_", "") for family in WRITTEN}
+    known = {family.replace("_", "") for family in FAMILIES}
     assert families_of(help_text) == known
     assert families_of(page) == known
 
@@ -224,4 +224,4 @@ def test_docs_name_the_scalings_and_activations_that_are_computed() -> None:
     scalings = re.findall(r"`([^`]+)`", rows["`rope_scaling` or `rope_parameters`"])
     assert set(scalings) == {"default", *get_args(RopeType)}
     activations = re.findall(r"`([^`]+)`", rows["`hidden_act`, `activation_function`"])
-    assert set(activations) | {"swish"} == {*hf._GATED, *hf._PLAIN}
+    assert set(activations) | {"swish"} == {*hf.ACTIVATIONS["gated"], *hf.ACTIVATIONS["plain"]}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ultrascale import Model
-from ultrascale.specs.model import MoE
+from ultrascale.specs.blocks import MoE
 
 # Shapes of Llama 3.2, the embedding and the head each with a matrix of their own.
 MODELS = {

@@ -21,7 +21,8 @@ from ultrascale.kernels import fused, split_master
 from ultrascale.kernels.loss import linear_cross_entropy
 from ultrascale.model import flex
 from ultrascale.model.rotary import rotate, tables
-from ultrascale.model.transformer import IGNORE_INDEX, CausalAttention, CrossEntropy, document_bias
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import IGNORE_INDEX, CrossEntropy, document_bias
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_
 
 EPS = 1e-5

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from ultrascale.data import corpora, sets
 from ultrascale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from ultrascale.model.attention import softcapped_attention
 from ultrascale.model.hf_folder import CONFIG, HFFolder
 from ultrascale.model.hf_folder import TOKENIZER as TOKENIZER_JSON
+from ultrascale.model.self_attention import CausalAttention
 from ultrascale.model.transformer import Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
@@ -45,9 +47,9 @@ class Sampling:
 class KVCacheAttention(nn.Module):
     """Attention of new tokens to themselves and to all tokens before; replaces CausalAttention while text is generated."""
 
-    def __init__(self, sliding_window: int | None) -> None:
+    def __init__(self, core: CausalAttention) -> None:
         super().__init__()
-        self.sliding_window = sliding_window
+        self.sliding_window, self.scale, self.softcap = core.sliding_window, core.scale, core.softcap
         self.reset()
 
     def reset(self) -> None:
@@ -63,8 +65,10 @@ class KVCacheAttention(nn.Module):
         visible = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
         if self.sliding_window is not None:
             visible = visible.triu(length - new + 1 - self.sliding_window)
+        if self.softcap is not None:
+            return softcapped_attention(q, k, v, self.scale or q.shape[-1] ** -0.5, self.softcap, visible)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=True).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def load(path: str | Path, tokenizer: str | Path | None = None, device: str | No
             tensor.copy_(source.tensor(name))
     caches = []
     if model.rope_scaling is None or model.rope_scaling.rope_type != "dynamic":
-        caches = [KVCacheAttention(model.sliding_window) for _ in module.blocks]
+        caches = [KVCacheAttention(block.attention.core) for block in module.each_block()]
         for block, cache in zip(module.each_block(), caches, strict=True):
             block.attention.core = cache  # type: ignore[assignment]
     return TextModel(module.eval(), words, ends, encode, caches)

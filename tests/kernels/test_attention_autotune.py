@@ -15,7 +15,8 @@ from ultrascale.data.corpora import corpus
 from ultrascale.kernels import autotune, flash, optional_kernels, timing_cache
 from ultrascale.launch import rank
 from ultrascale.model.attention import TileAttention
-from ultrascale.model.transformer import CausalAttention, Transformer
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Transformer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout

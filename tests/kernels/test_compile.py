@@ -15,8 +15,9 @@ from ultrascale.kernels import compile, loss
 from ultrascale.model import moe
 from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import recompute
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.layout import Recompute
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 
 TINY = Model(name="tiny", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64)
 

@@ -14,7 +14,8 @@ from ultrascale.kernels import flash, fused, optional_kernels
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4
 from ultrascale.measure import rehearse_tracker as operator_tracker
 from ultrascale.model.attention import attend, attend_backward, causal_attention
-from ultrascale.model.transformer import CausalAttention, Transformer
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import recompute
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ultrascale.measure.rehearse import check, engine_of
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 
 MOST = 64  # GPUs
 

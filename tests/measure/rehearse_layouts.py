@@ -10,10 +10,11 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, prediction, without_imbalance
 from ultrascale.measure.rehearse_rank import rehearse_rank
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 
 SEQ = 1024
 SHAPE: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 4096}

@@ -26,8 +26,8 @@ from ultrascale.measure.foreign.compare import ForeignReport
 from ultrascale.measure.foreign.request import ForeignRehearsal, ForeignRequest
 from ultrascale.measure.rehearse import Collective
 from ultrascale.show import foreign as show
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.errors import RunError, SpecError
-from ultrascale.specs.model import MoE
 
 PEAKS = (900, 100, 300, 200, 800)
 """of steps; the first creates states, and the last is only counted"""

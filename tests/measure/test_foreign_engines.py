@@ -16,9 +16,10 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.export import targets, write
 from ultrascale.measure.foreign.request import ENGINES, ForeignEngine, ForeignRehearsal, ForeignRequest, arguments_of
 from ultrascale.measure.foreign.run import rehearse_foreign
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
 TINY = Model(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=128)

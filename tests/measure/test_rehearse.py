@@ -17,11 +17,12 @@ from ultrascale.measure.rehearse import Rehearsal, check, compared, engine_of, p
 from ultrascale.measure.rehearse_rank import ShortSchedule, cut, rehearse_rank, shorten
 from ultrascale.measure.rehearse_world import QuickFakeTensorMode, split_evenly
 from ultrascale.schedules import ActionKind, lint
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 from ultrascale.train import memory

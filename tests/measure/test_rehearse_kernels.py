@@ -21,7 +21,8 @@ from ultrascale.measure.calibrate_runs import CalibrationRun, load
 from ultrascale.measure.rehearse import COMPILED, EAGER, EMULATED, engine_of, kernels_of, notes, rehearse
 from ultrascale.measure.rehearse_rank import rehearse_rank
 from ultrascale.model import operators
-from ultrascale.model.transformer import CausalAttention, Transformer
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Transformer
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import Training

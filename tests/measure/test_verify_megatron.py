@@ -19,9 +19,10 @@ from ultrascale.measure.verify_engine import check_plan, verify_engine
 from ultrascale.measure.verify_layouts import small_job
 from ultrascale.measure.verify_megatron import RUNNER
 from ultrascale.show.verify import dumps_report
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
 torch.set_num_threads(1)

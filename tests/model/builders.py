@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ultrascale.model.hf import stored, whole
+from ultrascale.model.hf import stored, whole, whole_shapes
 from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.specs.model import Model
 
@@ -21,10 +21,10 @@ def initialize(module: Transformer, seed: int, model: Model) -> None:
 def from_hf(state: Mapping[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
     """Our state dict of a Hugging Face state dict."""
     found: dict[str, list[torch.Tensor]] = {}
+    shapes = whole_shapes(model)
     for one in stored(model):
-        tensor = state[one.name]
         for ours in one.ours:
-            found.setdefault(ours, []).append(one.as_ours(tensor[one.where(ours, tuple(tensor.shape))]))
+            found.setdefault(ours, []).append(one.part(ours, state[one.name], shapes))
     if model.tied_embeddings:
         found["head.linear.weight"] = found["embed.tokens.weight"]
     return {ours: whole(parts) for ours, parts in found.items()}

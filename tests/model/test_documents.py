@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from model.builders import initialize
-from ultrascale.model.transformer import CausalAttention, Transformer
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 

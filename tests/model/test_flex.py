@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from ultrascale.model import flex
-from ultrascale.model.transformer import CausalAttention, Transformer, document_bias
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Transformer, document_bias
 from ultrascale.specs.model import Model
 
 LENGTH = 150  # more than one block, and not a whole number of them
@@ -81,7 +82,7 @@ class _OnGPU(Tensor):
 def bias_of(model: Transformer, packed: bool, length: int = LENGTH, on_gpu: bool = True) -> tuple[Any, ...]:
     x = torch.zeros(2, length, 64)
     x = x.as_subclass(_OnGPU) if on_gpu else x
-    return model._bias(x, length, documents() if packed else None)
+    return model._masks(x, length, documents() if packed else None)[model.model.sliding_window is not None]
 
 
 def model_of(window: int | None = None, head_dim: int = 16) -> Transformer:

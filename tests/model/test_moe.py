@@ -18,7 +18,8 @@ from ultrascale.model.moe import (
     why_not_grouped,
 )
 from ultrascale.model.transformer import Transformer
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.blocks import MoE
+from ultrascale.specs.model import Model
 
 SHAPE: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 32, "ffn": 24}
 

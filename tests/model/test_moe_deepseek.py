@@ -11,8 +11,9 @@ from torch import nn
 
 from ultrascale.model.moe import MixtureOfExperts, choose
 from ultrascale.model.transformer import MLP
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 from ultrascale.specs.validate import build
 
 CONFIG: dict[str, Any] = {

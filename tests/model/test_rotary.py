@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from model.builders import from_hf, to_hf
 from ultrascale.model.rotary import attention_factor, tables
 from ultrascale.model.transformer import Transformer
+from ultrascale.specs.blocks import RopeScaling
 from ultrascale.specs.hf_config import config_of
-from ultrascale.specs.model import Model, RopeScaling
+from ultrascale.specs.model import Model
 
 MAX_POSITIONS = 32
 SHAPE: dict[str, Any] = {

@@ -15,7 +15,8 @@ from model.builders import from_hf, initialize, to_hf
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.memory import activations
 from ultrascale.model.rotary import tables
-from ultrascale.model.transformer import Block, CausalAttention, CrossEntropy, Transformer
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Block, CrossEntropy, Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -223,11 +224,6 @@ def test_half_precision_keeps_its_dtype() -> None:
         logits = module(tokens_of(VARIANTS[name], 4, 1), torch.arange(4))
         assert logits.dtype == torch.bfloat16
         logits.sum().backward()
-
-
-def test_latent_models_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"model\.mla is set .* try qwen3-30b-a3b"):
-        Transformer(Model.load("deepseek-v2-lite"))
 
 
 def test_experts_with_biases_are_refused() -> None:

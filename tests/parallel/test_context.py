@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ultrascale.launch import local
 from ultrascale.model.attention import TileAttention
-from ultrascale.model.transformer import CausalAttention, Transformer
+from ultrascale.model.self_attention import CausalAttention
+from ultrascale.model.transformer import Transformer
 from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.context import ContextCore, positions

@@ -304,7 +304,7 @@ def test_a_folder_without_config_is_a_clear_error(tmp_path: Path) -> None:
         ({"ffn": 0}, "model.ffn is 0 but 2 layers have a dense MLP: try 256"),
         (
             {"activation": "swigl"},
-            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact' or 'relu': did you",
+            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact', 'relu' or 'relu2'",
         ),
         ({"moe": 5}, "model.moe is 5 but must be a mapping of fields to values: try {experts: 8, top_k: 2"),
         ({"moe": {**MOE, "top_k": 8}}, "model.moe.top_k is 8 but there are only experts = 4: try 2"),
@@ -377,7 +377,8 @@ MLA = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_
     [
         ({"kv_heads": 4}, "model.kv_heads is 4 but with mla every head has its own keys: try 8"),
         ({"head_dim": 8}, "model.head_dim is 8 but with mla it is qk_nope_head_dim + qk_rope_head_dim: try 12"),
-        ({"qkv_bias": True}, "model.qkv_bias is true but mla has no such parameters: try false"),
+        ({"qk_norm": True}, "model.qk_norm is true but mla has no such parameters: try false"),
+        ({"rotary_dim": 4}, "model.rotary_dim is 4 but with mla qk_rope_head_dim is rotated: leave it out"),
     ],
 )
 def test_latent_attention_refuses_unsupported_fields(change: dict[str, Any], sentence: str) -> None:

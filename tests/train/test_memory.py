@@ -13,12 +13,13 @@ from parallel.harness import in_ranks, job_of, training_of
 from ultrascale.cost.estimate import estimate
 from ultrascale.model import moe
 from ultrascale.parallel.zero import FSDPGrads
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Memory
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 from ultrascale.train.engine import Engine
 from ultrascale.train.memory import LiveBytes, account
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ultrascale.export.table import Setting, SettingsReader, UnmodelledSettings, World, written
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.hf import WRITTEN
 from ultrascale.specs.hf_config import config_of, family_of
+from ultrascale.specs.hf_families import FAMILIES
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -91,7 +91,7 @@ def hugging_face_config(model: Model) -> tuple[File, ...]:
 def hugging_face_block(model: Model) -> str | None:
     """The class of one of its layers in transformers."""
     try:
-        return WRITTEN[family_of(model)].layer
+        return FAMILIES[family_of(model)].layer
     except SpecError:
         return None
 

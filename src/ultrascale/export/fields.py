@@ -14,12 +14,13 @@ from pydantic import BaseModel
 
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.engines import has_effect
+from ultrascale.specs.blocks import MLA, ROPE_FIELDS, MoE, RopeScaling
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import MLA, ROPE_FIELDS, Model, MoE, RopeScaling
+from ultrascale.specs.model import Model
 from ultrascale.specs.plan import job_to_mapping
 from ultrascale.specs.validate import build, shown
 

@@ -16,11 +16,11 @@ from ultrascale.export.common import EngineFormat, File, quoted
 from ultrascale.export.megatron_model import has_experts, has_latents
 from ultrascale.export.table import MAY_CHANGE, PlanFields, Setting, SettingsReader, UnmodelledSettings, World
 from ultrascale.schedules import REGISTRY
+from ultrascale.specs.blocks import RopeScaling
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import mapping_of
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import RopeScaling
 
 TITLE = "Megatron-LM"
 _SCHEDULES = tuple(spec for spec in REGISTRY.values() if spec.runs_in("megatron"))  # by the stages of a rank

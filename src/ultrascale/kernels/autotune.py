@@ -26,7 +26,7 @@ from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, one_line
 from ultrascale.kernels.selection import why_not_fused
 from ultrascale.model.attention import TileAttention
-from ultrascale.model.transformer import CausalAttention
+from ultrascale.model.self_attention import CausalAttention
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import Training
@@ -131,12 +131,13 @@ class AttentionTimes:
 
 
 def fastest_attention(job: Job, layout: Layout, dtype: torch.dtype, device: torch.device) -> AttentionTimes | None:
-    """Times the kernels; None if there is no choice: on a CPU, with a sliding window.
+    """Times the kernels; None if there is no choice: on a CPU, with a sliding window, for other attention than Llama's.
 
     Where context parallelism cuts attention into tiles, a rank's own tile is timed.
     """
     model, window = job.model, job.model.sliding_window
-    if device.type != "cuda" or (window is not None and window < job.seq):
+    is_usual = model.mla is None and model.attention_scale is None and model.attention_softcap is None
+    if device.type != "cuda" or not is_usual or (window is not None and window < job.seq):
         return None
     head_ranks = layout.cp if layout.context_parallel == "ulysses" else 1
     heads, kv_heads = (max(1, count // layout.tp // head_ranks) for count in (model.heads, model.kv_heads))

@@ -16,8 +16,10 @@ from ultrascale.kernels.float8_block import Float8Block, amax_bound
 from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, GemmOperand, multiply
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
+from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.transformer import IGNORE_INDEX, MLP, Head, MultiLinear, Transformer
+from ultrascale.model.self_attention import MultiLinear
+from ultrascale.model.transformer import IGNORE_INDEX, MLP, Head, Transformer
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS, Fp8Keep, Fp8Scaling
 
@@ -61,7 +63,9 @@ def apply(
         if isinstance(block, FusedBlock):
             model.blocks[index] = fused_block(block)
             continue
-        _multi_linear(block.attention.qkv, gemms)
+        attention = block.attention
+        for multi_linear in (attention.q_up, attention.kv_up) if isinstance(attention, LatentAttention) else (attention.qkv,):
+            _multi_linear(multi_linear, gemms)
         block.attention.out = _linear(block.attention.out, gemms)
         mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
         if isinstance(mlp, MLP):

@@ -20,7 +20,8 @@ from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.operators import RMSNorm, at_least_fp32, swiglu
 from ultrascale.model.rotary import Rope, rotate
-from ultrascale.model.transformer import MLP, Block, Mask, MultiLinear, Transformer
+from ultrascale.model.self_attention import Attention, Mask, MultiLinear
+from ultrascale.model.transformer import MLP, Block, Transformer
 
 
 def apply(model: Transformer, deferred: DeferredWeightGrads | None = None) -> None:
@@ -90,6 +91,7 @@ class FusedBlock(Block):
     def joined_linears(self) -> tuple[MultiLinear, MultiLinear]:
         """The linears that are computed as one GEMM each."""
         assert isinstance(self.mlp, MLP)
+        assert isinstance(self.attention, Attention)
         return self.attention.qkv, self.mlp.inputs
 
     def qkv_rotary(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,7 +105,7 @@ class FusedBlock(Block):
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
         assert rope is not None  # kernel selection leaves blocks without rotary positions plain
-        attention, (qkv, inputs) = self.attention, self.joined_linears()
+        attention, (qkv, inputs) = cast(Attention, self.attention), self.joined_linears()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # without biases: one matrix each
         x, q, k, v = self.qkv_rotary(x, first.weight, *weights[:3], *rope, first.eps, attention.head_dim)

@@ -32,11 +32,12 @@ class ChunkedHead(Head):
     def __init__(self, plain: Head) -> None:
         nn.Module.__init__(self)  # not Head's: the plain module's parameters are taken over
         self.norm, self.linear, self.criterion = plain.norm, plain.linear, plain.criterion
+        self.scale, self.softcap = plain.scale, plain.softcap
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return super().forward(x)
-        return self.loss(self.norm(x), targets)
+        return self.loss(self.hidden(x), targets)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of normed hidden states [b, s, h]."""

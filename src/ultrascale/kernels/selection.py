@@ -42,7 +42,8 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,
         compiled=compiled,
-        loss=job.precision != "fp16",  # which must scale the loss before gradients are computed
+        # fp16 must scale the loss before gradients are computed; a cap is not part of the chunked loss.
+        loss=job.precision != "fp16" and job.model.logits_softcap is None,
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         single_microbatch=adamw and layout.gpus == layout.gas == 1,

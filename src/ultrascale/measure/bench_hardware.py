@@ -86,7 +86,7 @@ def _measure(_: int, __: int, ___: str) -> HardwareTimes:
     import torch
 
     from ultrascale.kernels import autotune
-    from ultrascale.model.transformer import CausalAttention
+    from ultrascale.model.self_attention import CausalAttention
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)

@@ -12,11 +12,12 @@ from itertools import combinations, product
 from typing import Any, get_args
 
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, divisors, nearest
 from ultrascale.specs.job import Job, Precision
 from ultrascale.specs.layout import DEGREES, ContextParallel, Layout, Recompute
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.train.request import Overrides, from_plan

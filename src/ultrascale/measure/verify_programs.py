@@ -53,7 +53,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": 12},
     "mixtral": {"ffn": 0, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 16}},
+    "gemma": {
+        "norm_placement": "both",
+        "qk_norm": True,
+        "activation": "geglu",
+        "embedding_scale": 5.7,
+        "attention_scale": 0.3,
+        "attention_softcap": 2.0,
+        "logits_softcap": 3.0,
+        "sliding_window": 12,
+        "attention_pattern": ("local", "full"),
+        "local_rope_theta": 100.0,
+        "tied_embeddings": True,
+    },
+    "olmo": {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
+    "cohere": {
+        "norm": "layernorm",
+        "norm_bias": False,
+        "parallel_residual": "one_norm",
+        "rope_pattern": (True, False),
+        "rotary_dim": 4,
+        "logits_scale": 0.5,
+    },
     "deepseek": {
+        "kv_heads": 4,
+        "mla": {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_positions": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
         "moe": {
             "experts": 8,
             "top_k": 2,
@@ -62,7 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "shared_experts": 1,
             "router": "sigmoid",
             "router_bias": True,
-        }
+        },
     },
 }
 MODELS = tuple(FAMILIES)

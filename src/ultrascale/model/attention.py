@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from ultrascale.model.operators import at_least_fp32
 
 aten = torch.ops.aten
 
@@ -71,17 +74,43 @@ class TileAttention(nn.Module):
     cudnn: bool = False
     """by cuDNN's kernel on a GPU; kernels/autotune.py times both"""
 
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        return attend(q, k, v, causal, float(q.shape[-1] ** -0.5), self.cudnn)
+        return attend(q, k, v, causal, self._scale(q), self.cudnn)
 
     def gradients(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Gradients:
         """`out` and `lse` are those over all keys."""
-        return attend_backward(grad_out, q, k, v, out, lse, causal, float(q.shape[-1] ** -0.5), self.cudnn)
+        return attend_backward(grad_out, q, k, v, out, lse, causal, self._scale(q), self.cudnn)
+
+    def _scale(self, q: Tensor) -> float:
+        return float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention that saves q, k, v, the output and the log-sum-exp; k and v with their kv_heads, not expanded."""
-    return _Causal.apply(q, k, v, scale)  # type: ignore[no-untyped-call, no-any-return]
+    """Causal attention that saves q, k, v, the output and the log-sum-exp; k and v with their kv_heads, not expanded.
+
+    The kernels have one width of heads: narrower values (latent attention) are padded.
+    """
+    width = v.shape[-1]
+    out: Tensor = _Causal.apply(q, k, F.pad(v, (0, q.shape[-1] - width)), scale)  # type: ignore[no-untyped-call]
+    return out[..., :width]
+
+
+def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None = None) -> Tensor:
+    """Causal attention whose scores are cap · tanh(score / cap) (Gemma 2), with materialized scores.
+
+    `mask`: boolean or added to scores, in the place of the causal one.
+    """
+    groups = q.shape[2] // k.shape[2]
+    scores = at_least_fp32(q.transpose(1, 2) @ _expand(k, groups).transpose(-1, -2)) * scale
+    scores = cap * torch.tanh(scores / cap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1).to(v.dtype) @ _expand(v, groups)).transpose(1, 2)
 
 
 class _Causal(torch.autograd.Function):

@@ -62,15 +62,28 @@ def rule(window: int | None, documents: Tensor | None) -> Rule:
     return attends
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: BlockMask) -> Tensor:
-    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: BlockMask, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]. `softcap`: scores become cap · tanh(score / cap)."""
     # Inside a compiled block it is compiled with the block; on a CPU it cannot be compiled, and tests run it eagerly.
     function: Any = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         function = _compiled(function)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out: Tensor = function(q, k, v, block_mask=visible, enable_gqa=True)
+    capped = None if softcap is None else _softcap(softcap)
+    out: Tensor = function(q, k, v, capped, block_mask=visible, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+@cache
+def _softcap(cap: float) -> Callable[..., Tensor]:
+    """Cached: torch.compile would compile each new function anew."""
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 @cache

@@ -1,19 +1,19 @@
-"""Conversion between our parameter names and those of Hugging Face checkpoints, in both directions.
+"""Conversion between our parameters and the tensors of Hugging Face checkpoints, in both directions.
 
-Two families of names: Llama's (also Mistral, Mixtral and Qwen), tensor for tensor, except experts, which are stacked here and
-stored one by one there; and GPT-2's, whose weights are stored [in, out] and whose queries, keys and values are one matrix.
+Most are the same tensor under another name. Experts are stacked here and stored one by one there; some families join matrices,
+store them [in, out], order rotated rows in pairs, or store norms' weights less one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ultrascale.model.transformer import Transformer
-from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf_config import family_of
 from ultrascale.specs.model import Model
 
@@ -34,7 +34,7 @@ LLAMA_NAMES = {
     "mlp.inputs.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_QWEN = {
+_EXPERTS = {
     **LLAMA_NAMES,
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": "mlp.experts.{}.gate_proj",
@@ -48,24 +48,131 @@ _QWEN = {
 _MIXTRAL = {
     **LLAMA_NAMES,
     "mlp.router": "block_sparse_moe.gate",
+    "mlp.router.bias": "block_sparse_moe.e_score_correction_bias",
     "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
 }
-_GPT2 = {
-    "embed.tokens": "transformer.wte",
-    "embed.positions": "transformer.wpe",
-    "head.norm": "transformer.ln_f",
-    "head.linear": "lm_head",
-    "attention_norm": "ln_1",
-    **dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), "attn.c_attn"),
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.inputs.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
+_DEEPSEEK = {
+    **_EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.inputs.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.inputs.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "attention.down.q": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up.q": "self_attn.q_b_proj",
+    "attention.down.kv": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up.kv": "self_attn.kv_b_proj",
 }
-_LAYERS = {False: "model.layers.{}.", True: "transformer.h.{}."}  # by whether it is GPT-2
-_STORED_IN_OUT = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+_JOINED_GATE_UP = dict.fromkeys(("mlp.inputs.gate", "mlp.inputs.up"), "mlp.gate_up_proj")
+_POST_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_QKV = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v")
+
+
+@dataclass(frozen=True)
+class HFNames:
+    """The tensors of a family: their names, and how they differ from ours."""
+
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    """our modules, without the layer, to theirs; `{}`: experts are numbered"""
+    layers: str = "model.layers.{}."
+    stored_in_out: bool = False
+    """weights of layers are [in, out]"""
+    norm_offset: float = 0.0
+    """norms multiply by their weight plus this; ours by their weight"""
+    interleaved_rope: bool = False
+    """rotated pairs are neighbours; ours are half a head apart"""
+    alternating_heads: bool = False
+    """the rows of joined queries, keys and values alternate head by head"""
+
+
+_GEMMA2 = HFNames({**LLAMA_NAMES, **_POST_NORMS}, norm_offset=1.0)
+_OLMO2 = HFNames({**LLAMA_NAMES, **_POST_NORMS})
+TENSORS: dict[str, HFNames] = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), HFNames(_EXPERTS)),
+    **dict.fromkeys(("mixtral", "minimax_m2"), HFNames(_MIXTRAL)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), HFNames(_DEEPSEEK, interleaved_rope=True)),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _OLMO2),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA2),
+    **dict.fromkeys(("cohere", "cohere2", "ernie4_5"), HFNames(interleaved_rope=True)),
+    "gemma": HFNames(norm_offset=1.0),
+    "nemotron": HFNames(norm_offset=1.0),
+    "phi3": HFNames({**LLAMA_NAMES, **_JOINED_GATE_UP, **dict.fromkeys(_QKV, "self_attn.qkv_proj")}),
+    "glm": HFNames({**LLAMA_NAMES, **_JOINED_GATE_UP}, interleaved_rope=True),
+    "glm4": HFNames(
+        {
+            **LLAMA_NAMES,
+            **_JOINED_GATE_UP,
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        interleaved_rope=True,
+    ),
+    "glm4_moe": HFNames({**_DEEPSEEK, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}),
+    "granitemoe": HFNames(
+        {
+            **LLAMA_NAMES,
+            "mlp.router": "block_sparse_moe.router.layer",
+            **dict.fromkeys(("mlp.experts.gate", "mlp.experts.up"), "block_sparse_moe.input_linear"),
+            "mlp.experts.down": "block_sparse_moe.output_linear",
+        }
+    ),
+    "starcoder2": HFNames({**LLAMA_NAMES, "mlp.inputs.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}),
+    "gpt_neox": HFNames(
+        {
+            "embed.tokens": "gpt_neox.embed_in",
+            "head.norm": "gpt_neox.final_layer_norm",
+            "head.linear": "embed_out",
+            "attention_norm": "input_layernorm",
+            **dict.fromkeys(_QKV, "attention.query_key_value"),
+            "attention.out": "attention.dense",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.inputs.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+        },
+        layers="gpt_neox.layers.{}.",
+        alternating_heads=True,
+    ),
+    "gpt2": HFNames(
+        {
+            "embed.tokens": "transformer.wte",
+            "embed.positions": "transformer.wpe",
+            "head.norm": "transformer.ln_f",
+            "head.linear": "lm_head",
+            "attention_norm": "ln_1",
+            **dict.fromkeys(_QKV, "attn.c_attn"),
+            "attention.out": "attn.c_proj",
+            "mlp_norm": "ln_2",
+            "mlp.inputs.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        },
+        layers="transformer.h.{}.",
+        stored_in_out=True,
+    ),
+}
+"""by model_type; all others have Llama's names"""
+
+
+@dataclass(frozen=True)
+class RotaryRows:
+    """Rows of a weight whose rotated pairs are stored as neighbours: in every `period` of them `width`, from `first` on."""
+
+    period: int
+    first: int
+    width: int
+
+    def order(self, rows: int) -> Tensor:
+        """For each of our rows, the index of the stored one."""
+        one = torch.arange(self.period)
+        rotated = one[self.first : self.first + self.width]
+        one[self.first : self.first + self.width] = torch.cat((rotated[::2], rotated[1::2]))
+        return (torch.arange(0, rows, self.period).unsqueeze(1) + one).flatten()
 
 
 @dataclass(frozen=True)
@@ -74,51 +181,103 @@ class HFTensor:
 
     name: str
     ours: tuple[str, ...]
-    """one name, or GPT-2's queries, keys and values, concatenated"""
-    transposed: bool
+    """one name, or several, whose rows are concatenated"""
+    transposed: bool = False
     """stored [in, out]; ours are [out, in]"""
     expert: int | None = None
     """its index in our stacked parameter"""
+    offset: float = 0.0
+    """what ours are greater by"""
+    rotary: RotaryRows | None = None
+    heads: tuple[int, ...] = ()
+    """rows of each part in one head, where heads alternate"""
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The shape of the stored tensor, from the shapes of our parameters."""
-        outputs, *rest = shapes[self.ours[0]][0 if self.expert is None else 1 :]
-        joined = (outputs * len(self.ours), *rest)
-        return joined[::-1] if self.transposed else joined
+        first = shapes[self.ours[0]]
+        if self.expert is not None:
+            return first[1:]
+        joined = list(first)
+        dim = _rows_dim(len(first))
+        joined[dim] = sum(shapes[ours][dim] for ours in self.ours)
+        return tuple(joined[::-1] if self.transposed else joined)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The stored tensor, from our parameters in the order of `ours`."""
         if self.expert is not None:
             return parts[0][self.expert]
-        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        dim = _rows_dim(parts[0].dim())
+        if self.heads:
+            split = [torch.unflatten(part, 0, (-1, rows)) for part, rows in zip(parts, self.heads, strict=True)]
+            whole = torch.cat(split, 1).flatten(0, 1)
+        else:
+            whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+        if self.rotary is not None:
+            whole = whole[self.rotary.order(len(whole)).argsort()]
+        if self.offset:
+            whole = whole - self.offset
         return whole.t().contiguous() if self.transposed else whole
 
-    def where(self, ours: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of the stored tensor of shape `shape` that contain one of our parameters."""
-        outputs = shape[-1 if self.transposed else 0] // len(self.ours)
-        first = self.ours.index(ours) * outputs
-        piece = slice(first, first + outputs)
-        return (slice(None), piece) if self.transposed else (piece,)
+    def part(self, ours: str, stored: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+        """One of our parameters, of an expert its part of one, from the stored tensor."""
+        whole = stored.t() if self.transposed else stored
+        if self.offset:
+            whole = whole + self.offset
+        if self.rotary is not None:
+            whole = whole[self.rotary.order(len(whole))]
+        if len(self.ours) == 1:
+            return whole
+        index = self.ours.index(ours)
+        if self.heads:
+            return torch.split(torch.unflatten(whole, 0, (-1, sum(self.heads))), list(self.heads), 1)[index].flatten(0, 1)
+        dim = _rows_dim(whole.dim())
+        return torch.split(whole, [shapes[name][dim] for name in self.ours], dim)[index]
 
-    def as_ours(self, piece: Tensor) -> Tensor:
-        return piece.t() if self.transposed else piece
+
+def _rows_dim(dims: int) -> int:
+    """Of the outputs: stacked experts have a dimension before it."""
+    return 1 if dims == 3 else 0
 
 
 def stored(model: Model) -> Iterator[HFTensor]:
     """Every tensor of the model's files, all experts of one stacked parameter in a row; a tied head is not stored."""
-    gpt2 = _is_gpt2(model)
-    names = _GPT2 if gpt2 else LLAMA_NAMES if model.moe is None else _MIXTRAL if family_of(model) == "mixtral" else _QWEN
+    family = TENSORS.get(family_of(model), HFNames())
+    names = dict(family.names)
+    if model.mla is not None and model.mla.q_lora_rank is None:
+        names["attention.q_up.q"] = "self_attn.q_proj"
     for layer, shapes in _shapes_by_layer(model):
-        prefix, our_prefix = ("", "") if layer is None else (_LAYERS[gpt2].format(layer), f"blocks.{layer}.")
+        prefix, our_prefix = ("", "") if layer is None else (family.layers.format(layer), f"blocks.{layer}.")
         contained: dict[str, list[str]] = {}
         for ours in shapes:
             part = ours.removeprefix(our_prefix)
-            module, kind = (part, "weight") if part in names else part.rsplit(".", 1)
-            contained.setdefault(f"{prefix}{names[module]}.{kind}", []).append(ours)
+            whole_name, (module, kind) = names.get(part), part.rsplit(".", 1)
+            if whole_name is None:
+                whole_name = f"{names[module]}.{kind}"
+            elif not part.endswith(".bias"):
+                whole_name += ".weight"
+            contained.setdefault(prefix + whole_name, []).append(ours)
         for theirs, parts in sorted(contained.items(), key=lambda item: "{}" in item[0]):  # experts last
             experts = range(shapes[parts[0]][0]) if "{}" in theirs else (None,)
-            transposed = theirs.endswith(_STORED_IN_OUT)
-            yield from (HFTensor(theirs.format(expert), tuple(parts), transposed, expert) for expert in experts)
+            part = parts[0].removeprefix(our_prefix)
+            form: dict[str, Any] = {
+                "transposed": family.stored_in_out and layer is not None and len(shapes[parts[0]]) == 2,
+                "offset": family.norm_offset if part.endswith("norm.weight") else 0.0,
+                "rotary": _rotary_rows(model, part) if family.interleaved_rope else None,
+                "heads": (model.head_dim,) * 3 if family.alternating_heads and len(parts) == 3 else (),
+            }
+            yield from (HFTensor(theirs.format(expert), tuple(parts), expert=expert, **form) for expert in experts)
+
+
+def _rotary_rows(model: Model, part: str) -> RotaryRows | None:
+    """Of a parameter of a layer by our name; None: it has no rotated rows."""
+    module = part.rpartition(".")[0]
+    if module in ("attention.qkv.q", "attention.qkv.k"):
+        return RotaryRows(model.head_dim, 0, model.rotated_dim)
+    if model.mla is not None and module == "attention.q_up.q":
+        return RotaryRows(model.qk_head_dim, model.mla.qk_nope_head_dim, model.rotated_dim)
+    if model.mla is not None and module == "attention.down.kv":
+        return RotaryRows(model.mla.kv_lora_rank + model.rotated_dim, model.mla.kv_lora_rank, model.rotated_dim)
+    return None
 
 
 def whole(parts: Sequence[Tensor]) -> Tensor:
@@ -138,14 +297,3 @@ def _shapes_by_layer(model: Model) -> Iterator[tuple[int | None, dict[str, tuple
             layers = range(0) if layer is None else range(layer, layer + 1)
             module = Transformer(model, layers, embed=layer is None, head=layer is None)
         yield layer, {name: tuple(one.shape) for name, one in (*module.named_parameters(), *module.named_buffers())}
-
-
-def _is_gpt2(model: Model) -> bool:
-    if model.positions == "learned" and model.norm == "layernorm" and not model.gated:
-        return True
-    if model.positions == "rotary" and model.norm == "rmsnorm" and model.gated:
-        return False
-    raise SpecError(
-        f"model {model.name} has positions: {model.positions}, norm: {model.norm} and activation: {model.activation}, "
-        f"which no known Hugging Face family has: try rotary, rmsnorm and swiglu, or learned, layernorm and gelu"
-    )

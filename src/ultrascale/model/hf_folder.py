@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from ultrascale.model.hf import HFTensor, stored, whole, whole_shapes
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_mapping, read_text
 from ultrascale.specs.folders import free_bytes, new_folder
-from ultrascale.specs.hf import FAMILIES, WRITTEN
 from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.model import Model
 from ultrascale.specs.units import GIB, groups_up_to
@@ -35,15 +34,6 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that older releases stored beside the parameters: masks and wavelengths, which every release computes itself.
 _BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# Allowed values of settings under which the same weights would compute something else than our layers.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "scale_attn_weights": (None, True),
-    "scale_attn_by_inverse_layer_idx": (None, False),
-    "add_cross_attention": (None, False),
-    "router_jitter_noise": (None, 0, 0.0),
-}
 _ROWS = 4096  # rows compared at a time
 
 
@@ -88,7 +78,7 @@ class HFFolder:
 
     def tensor(self, ours: str) -> Tensor:
         """One whole parameter in the file's dtype; the file is memory-mapped until the tensor is freed."""
-        return whole([one.as_ours(_read(entry, one.where(ours, entry.shape))) for one, entry in self.places[ours]])
+        return whole([one.part(ours, _read(entry), self.shapes) for one, entry in self.places[ours]])
 
 
 def _model(path: Path, name: str | None) -> Model:
@@ -96,35 +86,12 @@ def _model(path: Path, name: str | None) -> Model:
     if not file.is_file():
         raise SpecError(f"Hugging Face folder {path} has no {CONFIG}: give a folder that save_pretrained wrote")
     config = read_mapping(file, "config")
-    family = config.get("model_type")
-    if isinstance(family, str):
-        config = {**(FAMILIES[family].defaults if family in FAMILIES else {}), **config}
-    model = Model.from_hf(config, name or path.resolve().name or None)
-    if family not in WRITTEN:
+    if config.get("quantization_config") is not None:
         raise SpecError(
-            f"config.model_type is {shown(family)} in {file} but the engine trains models of "
-            f"{', '.join(sorted(WRITTEN))}: give a folder of one of these"
+            f"config.quantization_config is {shown(config['quantization_config'])} in {file} but the engine only computes "
+            "without it: give the folder of a model without it"
         )
-    _refuse_other_computing(config, model, file)
-    return model
-
-
-def _refuse_other_computing(config: Mapping[str, Any], model: Model, file: Path) -> None:
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    for key, allowed in _ONLY.items():
-        value = rope.get(key, config.get(key))
-        if value not in allowed:
-            raise SpecError(
-                f"config.{key} is {shown(value)} in {file} but the engine only computes without it: "
-                "give the folder of a model without it"
-            )
-    kinds = config.get("layer_types")
-    kind = "full_attention" if model.sliding_window is None else "sliding_attention"
-    if kinds is not None and (not isinstance(kinds, list) or any(one != kind for one in kinds)):
-        raise SpecError(
-            f"config.layer_types in {file} must be {kind} in every layer, as the other fields say: "
-            "give the folder of a model whose layers are alike"
-        )
+    return Model.from_hf(config, name or path.resolve().name or None)
 
 
 def _entries(path: Path) -> dict[str, _Entry]:
@@ -230,15 +197,15 @@ def _refuse_misshapen(entry: _Entry, shape: tuple[int, ...]) -> None:
 def _equal(one: _Entry, other: _Entry) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    pieces = [(slice(first, first + _ROWS),) for first in range(0, one.shape[0], _ROWS)]
+    pieces = [slice(first, first + _ROWS) for first in range(0, one.shape[0], _ROWS)]
     return all(torch.equal(_read(one, piece), _read(other, piece)) for piece in pieces)
 
 
-def _read(entry: _Entry, piece: tuple[slice, ...]) -> Tensor:
+def _read(entry: _Entry, rows: slice = slice(None)) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(entry.file, framework="pt") as opened:
-        tensor: Tensor = opened.get_slice(entry.name)[piece]
+        tensor: Tensor = opened.get_slice(entry.name)[rows]
     return tensor
 
 

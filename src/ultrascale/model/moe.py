@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.model.operators import ACTIVATIONS, at_least_fp32
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.blocks import MoE
+from ultrascale.specs.model import Model
 
 ROW_ALIGNMENT_BYTES = 16  # of rows, which the grouped kernel requires
 

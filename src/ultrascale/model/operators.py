@@ -32,6 +32,11 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def relu2(x: Tensor) -> Tensor:
+    """relu(x)² (Primer, So et al. 2021); backward of the square needs relu's output, of relu the same."""
+    return F.relu(x).square()
+
+
 class _GatedUnit(torch.autograd.Function):
     """activation(gate) · up."""
 
@@ -68,6 +73,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu,
     "gelu_exact": F.gelu,
     "relu": F.relu,
+    "relu2": relu2,
 }
 """by the Model's name"""
 
@@ -82,7 +88,7 @@ class LayerNorm(nn.LayerNorm):
     """Torch's operator: computes in fp32 and saves its input, one mean and one scale per row."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
 
 

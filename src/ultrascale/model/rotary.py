@@ -7,27 +7,35 @@ import math
 import torch
 from torch import Tensor
 
-from ultrascale.specs.model import Model, RopeScaling
+from ultrascale.specs.blocks import RopeScaling
+from ultrascale.specs.model import Model
 
 Rope = tuple[Tensor, Tensor]
-"""cos and sin, each [s, head_dim], fp32"""
+"""cos and sin, each [s, rotated_dim], fp32"""
 
 
-def tables(model: Model, positions: Tensor, length: int | None = None) -> Rope:
+def tables(model: Model, positions: Tensor, length: int | None = None, local_theta: float | None = None) -> Rope:
     """The cos and sin tables, computed in each forward pass instead of stored in buffers, which a meta-device model would lack.
 
-    `length`: of the whole sequence, if `positions` are one context-parallel rank's part of it.
+    `length`: of the whole sequence, if `positions` are one context-parallel rank's part of it. `local_theta`: another base, and
+    no scaling.
     """
-    frequencies = _frequencies(model, len(positions) if length is None else length, positions.device)
+    if local_theta is not None:
+        frequencies, scaling = _unscaled(model, local_theta, positions.device), None
+    else:
+        frequencies = _frequencies(model, len(positions) if length is None else length, positions.device)
+        scaling = model.rope_scaling
     angles = torch.outer(positions.float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
-    factor = 1.0 if model.rope_scaling is None else attention_factor(model.rope_scaling)
+    factor = 1.0 if scaling is None else attention_factor(scaling)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """x [b, s, heads, d]; the pairs are (i, i + d/2), as in the Hugging Face checkpoints."""
+    """x [b, s, heads, d]; the pairs are (i, i + d/2), as in Llama's checkpoints. Narrower tables leave the rest."""
     cos, sin = (table.to(x.dtype).unsqueeze(-2) for table in rope)
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -47,13 +55,17 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def _unscaled(model: Model, theta: float, device: torch.device) -> Tensor:
+    exponents = torch.arange(0, model.rotated_dim, 2, device=device).float() / model.rotated_dim
+    return 1.0 / theta**exponents
+
+
 def _frequencies(model: Model, length: int, device: torch.device) -> Tensor:
-    exponents = torch.arange(0, model.head_dim, 2, device=device).float() / model.head_dim
     scaling = model.rope_scaling
     theta = model.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
         theta = _ntk_base(model, scaling.factor, length)
-    frequencies = 1.0 / theta**exponents
+    frequencies = _unscaled(model, theta, device)
     if scaling is None or scaling.rope_type == "dynamic":
         return frequencies
     if scaling.rope_type == "linear":
@@ -67,7 +79,7 @@ def _ntk_base(model: Model, factor: float, length: int) -> float:
     """The base for a sequence of `length` tokens: larger if that exceeds max_positions, as in `transformers`."""
     assert model.max_positions is not None
     excess = max(length, model.max_positions) / model.max_positions - 1
-    return model.rope_theta * math.pow(1 + factor * excess, model.head_dim / (model.head_dim - 2))
+    return model.rope_theta * math.pow(1 + factor * excess, model.rotated_dim / (model.rotated_dim - 2))
 
 
 def _unscaled_by_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -82,7 +94,7 @@ def _unscaled_by_yarn(model: Model, scaling: RopeScaling, device: torch.device) 
     """The same for YaRN (section 3.2): a ramp over dimensions, between those that rotate beta_fast and beta_slow times."""
     original = scaling.original_max_positions
     assert original is not None
-    dim = model.head_dim
+    dim = model.rotated_dim
 
     def dimension(turns: float) -> float:
         """The dimension that rotates `turns` times in the original context."""

@@ -8,97 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask
 
 from ultrascale.model import flex
-from ultrascale.model.attention import causal_attention
+from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm, at_least_fp32
-from ultrascale.model.rotary import Rope, rotate, tables
+from ultrascale.model.rotary import Rope, tables
+from ultrascale.model.self_attention import Attention, CausalAttention, Mask, MultiLinear
 from ultrascale.specs.engine import model_problem
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
 IGNORE_INDEX = -100  # the target of a token without loss
-
-Mask = Any
-"""an attention mask: a Tensor that is added to scores, or a BlockMask on a GPU"""
-
-
-class MultiLinear(nn.Module):
-    """Several linear layers with one input, so that the input is gathered or cast once."""
-
-    def __init__(self, width: int, outputs: Mapping[str, int], bias: bool) -> None:
-        super().__init__()
-        for name, output in outputs.items():
-            self.add_module(name, nn.Linear(width, output, bias=bias))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(linear(x) for linear in self.children())
-
-
-class CausalAttention(nn.Module):
-    """Causal attention: q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d].
-
-    `bias` [b, 1, s, s] is added to the scores: 0 for pairs that attend, minus infinity for all others. A block mask in its
-    place is the complete mask, including the window.
-    """
-
-    def __init__(self, sliding_window: int | None = None) -> None:
-        super().__init__()
-        self.sliding_window = sliding_window
-        self.backends: list[SDPBackend] = []
-        """backends of torch's attention on a GPU, the fastest first (kernels/autotune.py); empty: torch's own order"""
-        self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        """a faster kernel to use instead of torch's backends"""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None) -> Tensor:
-        if isinstance(bias, BlockMask):
-            return flex.attend(q, k, v, bias)
-        length = q.shape[1]
-        mask = bias
-        if self.sliding_window is not None and self.sliding_window < length:
-            near = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            near = near.tril().triu(1 - self.sliding_window)  # a token attends to itself and the window - 1 before it
-            mask = near if bias is None else bias.masked_fill(~near, -math.inf)
-        elif bias is None and self.kernel is not None:
-            return self.kernel(q, k, v)
-        elif bias is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            return causal_attention(q, k, v, q.shape[-1] ** -0.5)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if mask is None and self.backends:
-            with sdpa_kernel(self.backends, set_priority=True):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return out.transpose(1, 2)
-
-
-class Attention(nn.Module):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.head_dim = model.head_dim
-        self.qkv = MultiLinear(model.hidden, {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}, model.qkv_bias)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.core = CausalAttention(model.sliding_window)
-        self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
-
-    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
-        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in self.qkv(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        heads = self.core(q, k, v) if bias is None else self.core(q, k, v, bias)
-        out: Tensor = self.out(heads.flatten(-2))
-        return out
 
 
 class MLP(nn.Module):
@@ -115,17 +42,36 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer. The norms that a model does not have are None."""
+
     def __init__(self, model: Model, index: int) -> None:
         super().__init__()
-        self.attention_norm = _norm(model)
-        self.attention = Attention(model)
-        self.mlp_norm = _norm(model)
+        before, after = (model.norm_placement in (place, "both") for place in ("pre", "post"))
+        self.attention_norm = _norm(model) if before else None
+        self.attention: Attention | LatentAttention
+        self.attention = Attention(model, index) if model.mla is None else LatentAttention(model, model.mla)
+        self.attention_post_norm = _norm(model) if after else None
+        self.mlp_norm = _norm(model) if before and model.parallel_residual != "one_norm" else None
         self.mlp = _experts(model) if model.is_moe_layer(index) else MLP(model, model.ffn)
+        self.mlp_post_norm = _norm(model) if after else None
+        self.parallel_residual = model.parallel_residual
+        self.residual_scale = model.residual_scale
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, bias)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        attention_input = _normed(x, self.attention_norm)
+        attended = self._scaled(_normed(self.attention(attention_input, rope, bias), self.attention_post_norm))
+        if self.parallel_residual == "none":
+            x = x + attended
+            return x + self._scaled(_normed(self.mlp(_normed(x, self.mlp_norm)), self.mlp_post_norm))
+        mlp_input = attention_input if self.parallel_residual == "one_norm" else _normed(x, self.mlp_norm)
+        return x + attended + self._scaled(self.mlp(mlp_input))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_scale == 1 else x * self.residual_scale
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Embedding(nn.Module):
@@ -136,9 +82,11 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(model.vocab, model.hidden)
         learned = model.positions == "learned" and model.max_positions is not None
         self.positions = nn.Embedding(model.max_positions or 0, model.hidden) if learned else None
+        self.scale = model.embedding_scale
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
+        x = x if self.scale == 1 else x * self.scale
         return x if self.positions is None else x + self.positions(positions)
 
 
@@ -157,9 +105,17 @@ class Head(nn.Module):
         self.norm = _norm(model)
         self.linear = nn.Linear(model.hidden, model.vocab, bias=False)
         self.criterion = CrossEntropy()
+        self.scale, self.softcap = model.logits_scale, model.logits_softcap
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the linear layer, with the scale of the logits."""
+        normed: Tensor = self.norm(x)
+        return normed if self.scale == 1 else normed * self.scale
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.linear(self.norm(x))
+        logits: Tensor = self.linear(self.hidden(x))
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         if targets is None:
             return logits
         loss: Tensor = self.criterion(logits, targets)
@@ -211,29 +167,48 @@ class Transformer(nn.Module):
         Returns hidden states in a stage without head; otherwise logits, or the summed loss of `targets` [b, s]. `documents`
         [b, s]: the document index of each token; attention stays within a document.
         """
-        length = len(positions) * self.context_ranks
-        rope = tables(self.model, positions, length) if self.model.positions == "rotary" else None
         if self.embed is not None:
             x = self.embed(x, positions)
-        if rope is not None and not x.is_cuda:  # once: each block would save its own copies, which the GPU kernels do not
-            rope = (rope[0].to(x.dtype), rope[1].to(x.dtype))
-        bias = self._bias(x, len(positions), documents)
-        for block in self.each_block():
-            x = block(x, rope, *bias)
+        ropes, masks = self._ropes(x, positions), self._masks(x, len(positions), documents)
+        for name, block in self.blocks.items():
+            window, rotates = self.model.window(int(name)), self.model.rotates(int(name))
+            x = block(x, ropes[window is not None] if rotates else None, *masks[window is not None])
         if self.head is not None:
             x = self.head(x, targets)
         return x
 
-    def _bias(self, x: Tensor, length: int, documents: Tensor | None) -> tuple[Mask, ...]:
-        """The attention mask of all blocks, computed once; empty if plain causal attention is enough."""
-        window = self.model.sliding_window
-        window = window if window is not None and window < length else None
-        # Only CausalAttention takes a mask: the core that context parallelism replaces it with handles the window itself.
-        masked = documents is not None or (window is not None and self._has_plain_cores())
-        if x.is_cuda and masked and flex.why_not(self.model.head_dim, x.dtype) is None:
-            return (flex.mask(length, window, documents, x.device),)
+    def _ropes(self, x: Tensor, positions: Tensor) -> dict[bool, Rope]:
+        """The rotary tables of layers with full attention (False) and with a window (True), computed once."""
+        model = self.model
+        if model.positions != "rotary":
+            return {}
+        length = len(positions) * self.context_ranks
+        rope = self._cast(tables(model, positions, length), x)
+        local = model.local_rope_theta
+        return {False: rope, True: rope if local is None else self._cast(tables(model, positions, length, local), x)}
+
+    @staticmethod
+    def _cast(rope: Rope, x: Tensor) -> Rope:
+        """Once: each block would save its own copies, which the GPU kernels do not."""
+        return rope if x.is_cuda else (rope[0].to(x.dtype), rope[1].to(x.dtype))
+
+    def _masks(self, x: Tensor, length: int, documents: Tensor | None) -> dict[bool, tuple[Mask, ...]]:
+        """The attention masks of layers without and with a window, computed once; empty if the layer's core needs none."""
+        model = self.model
+        plain = self._has_plain_cores()
         # In the dtype that attention needs: each block would convert a boolean mask and save its own copy.
-        return () if documents is None else (document_bias(documents, x.dtype),)
+        dense = () if documents is None else (document_bias(documents, x.dtype),)
+        found: dict[bool, tuple[Mask, ...]] = {False: dense, True: dense}
+        if not (x.is_cuda and flex.why_not(model.head_dim, x.dtype) is None):
+            return found
+        for local in (False, True):
+            window = (
+                model.sliding_window if local and model.sliding_window is not None and model.sliding_window < length else None
+            )
+            # Only CausalAttention takes a mask: the core that context parallelism replaces it with handles the window itself.
+            if documents is not None or (plain and (window is not None or model.attention_softcap is not None)):
+                found[local] = (flex.mask(length, window, documents, x.device),)
+        return found
 
     def _has_plain_cores(self) -> bool:
         return all(isinstance(block.attention.core, CausalAttention) for block in self.each_block())
@@ -252,8 +227,9 @@ def _experts(model: Model) -> MixtureOfExperts:
 
 
 def _norm(model: Model) -> nn.Module:
-    kind = LayerNorm if model.norm == "layernorm" else RMSNorm
-    return kind(model.hidden, model.norm_eps)
+    if model.norm == "layernorm":
+        return LayerNorm(model.hidden, model.norm_eps, bias=model.norm_bias)
+    return RMSNorm(model.hidden, model.norm_eps)
 
 
 STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by sqrt(2 · layers), their number

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
 from ultrascale.model.attention import Gradients, TileAttention
 from ultrascale.model.operators import at_least_fp32
-from ultrascale.model.transformer import Attention, CausalAttention
+from ultrascale.model.self_attention import Attention, CausalAttention
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import Axis, switch
 from ultrascale.specs.errors import SpecError
@@ -48,30 +49,41 @@ def apply(model: nn.Module, axis: Axis, variant: ContextParallel, seq: int | Non
     model.context_ranks = axis.size  # type: ignore[assignment]  # rotary scaling may depend on the whole length
     for block in cast(nn.ModuleDict, model.blocks).values():
         attention = cast(Attention, block.attention)
-        window = attention.core.sliding_window
-        covers_sequence = window is not None and seq is not None and window >= seq
-        attention.core = cast(CausalAttention, ContextCore(axis, variant, None if covers_sequence else window))
+        core = attention.core
+        if core.sliding_window is not None and seq is not None and core.sliding_window >= seq:
+            core.sliding_window = None
+        attention.core = cast(CausalAttention, ContextCore(axis, variant, core))
 
 
 class ContextCore(nn.Module):
-    """Causal attention over a sequence sharded over cp: q [b, s/cp, heads, d], k and v [b, s/cp, kv_heads, d] -> like q."""
+    """Causal attention over a sequence sharded over cp: q [b, s/cp, heads, d], k and v [b, s/cp, kv_heads, …] -> like q, as
+    wide as v.
+    """
 
-    def __init__(self, axis: Axis, variant: ContextParallel, sliding_window: int | None = None) -> None:
+    def __init__(self, axis: Axis, variant: ContextParallel, core: CausalAttention) -> None:
         super().__init__()
-        if sliding_window is not None and variant != "ulysses":
+        if variant != "ulysses" and (core.sliding_window is not None or core.softcap is not None):
+            what = (
+                f"a sliding window of {core.sliding_window} tokens, shorter than the sequence,"
+                if core.sliding_window
+                else (f"attention scores capped at {core.softcap:g},")
+            )
             raise SpecError(
-                f"layout.context_parallel is {variant} but the model has a sliding window of {sliding_window} tokens, shorter "
-                f"than the sequence, which only ulysses can cut: try context_parallel=ulysses or cp=1"
+                f"layout.context_parallel is {variant} but the model has {what} which only ulysses can cut: try "
+                "context_parallel=ulysses or cp=1"
             )
         self.axis = axis
         self.variant: ContextParallel = variant
         self.attend: CausalAttention | TileAttention
-        self.attend = CausalAttention(sliding_window) if variant == "ulysses" else TileAttention()
+        self.attend = core if variant == "ulysses" else TileAttention(core.scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if isinstance(self.attend, CausalAttention):
             return _ulysses(q, k, v, self.axis, self.attend)
-        return cast(Tensor, _TiledAttention.apply(q, k, v, self.axis, self.variant, self.attend))  # type: ignore[no-untyped-call]
+        width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - width))  # latent attention's; kernels have one width
+        out: Tensor = _TiledAttention.apply(q, k, v, self.axis, self.variant, self.attend)  # type: ignore[no-untyped-call]
+        return out[..., :width]
 
 
 def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention) -> Tensor:

@@ -27,7 +27,8 @@ from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import RecomputeRegion
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
-from ultrascale.model.transformer import MLP, Block, Mask, Transformer
+from ultrascale.model.self_attention import Mask
+from ultrascale.model.transformer import MLP, Block, Transformer
 from ultrascale.parallel.tensor import RowParallelLinear
 from ultrascale.parallel.torch_private import TorchDispatchMode
 from ultrascale.specs.layout import Recompute
@@ -92,7 +93,7 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
                 block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]
             continue
         parallel = isinstance(block.attention.out, RowParallelLinear)
-        if parallel and isinstance(last := _last(block.mlp), RowParallelLinear):
+        if parallel and isinstance(last := _last(block), RowParallelLinear):
             last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"
         if policy == "selective":
             contexts = partial(_contexts, _last_weight_test(block, compiled), isinstance(block.mlp, MixtureOfExperts))
@@ -114,11 +115,15 @@ def _checkpointed(forward: Forward, options: dict[str, Any]) -> Forward:
     return recomputed
 
 
-def _last(mlp: MLP | MixtureOfExperts) -> nn.Linear | None:
+def _last(block: Block) -> nn.Linear | None:
     """The last linear of a block, whose output is only the next block's input: this block's backward never needs it.
 
-    In an MoE block, that of the shared experts: the gradient of a routing weight needs the output of the routed experts.
+    In an MoE block, that of the shared experts: the gradient of a routing weight needs the output of the routed experts. None
+    where a norm follows, whose backward needs it.
     """
+    mlp = block.mlp
+    if block.mlp_post_norm is not None:
+        return None
     if isinstance(mlp, MLP):
         return mlp.down
     return mlp.shared.down if isinstance(mlp.shared, MLP) else None
@@ -161,7 +166,7 @@ def _last_weight_test(block: Block, compiled: bool) -> IsLastWeight | None:
     Under torch.compile, which exposes neither the model's tensors nor their memory, by its contracted dimension, unless other
     GEMMs contract as many.
     """
-    last = _last(block.mlp)
+    last = _last(block)
     if last is None:
         return None
     if not compiled:

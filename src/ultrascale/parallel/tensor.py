@@ -20,8 +20,11 @@ from torch import nn
 from ultrascale.kernels.deferred import DeferredWeightGrads, add_gradient
 from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
 from ultrascale.kernels.recompute_cache import cache_across_recompute
+from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.moe import MixtureOfExperts
-from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, MultiLinear, Transformer
+from ultrascale.model.operators import RMSNorm, at_least_fp32
+from ultrascale.model.self_attention import MultiLinear
+from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import SINGLE_RANK, Axis, copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.expert_layer import ParallelExperts
@@ -209,6 +212,34 @@ class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class SharedKey(nn.Module):
+    """The rotated key that all heads of latent attention share: each rank has it whole, and the gradients of its own heads."""
+
+    def __init__(self, axis: Axis, sequence: bool) -> None:
+        super().__init__()
+        self.axis, self.sequence = axis, sequence
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_from(x, self.axis, SEQUENCE) if self.sequence else copy_to(x, self.axis)
+
+
+class TensorParallelRMSNorm(RMSNorm):
+    """An RMSNorm over all heads, of which each rank has its own: one sum per token is all-reduced in forward and backward."""
+
+    def __init__(self, plain: RMSNorm, axis: Axis, width: int) -> None:
+        nn.Module.__init__(self)  # not RMSNorm's: the plain module's parameter is taken over
+        self.weight, self.eps, self.axis = plain.weight, plain.eps, axis
+        self.width = width
+        """of all heads"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.eps is not None
+        wide = at_least_fp32(x)
+        copies = x.shape[-1] * self.axis.size / self.width  # ranks that have the same heads
+        total = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.axis), self.axis) / copies
+        return (wide * torch.rsqrt(total / self.width + self.eps) * at_least_fp32(self.weight)).to(x.dtype)
+
+
 class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
     """An embedding with rows sharded over tp: each rank looks up the tokens of its rows, others are zero; ranks are summed."""
 
@@ -300,7 +331,10 @@ class TensorParallelExperts(MixtureOfExperts):
 def apply(model: Transformer, mesh: Mesh, deferred: DeferredWeightGrads) -> dict[str, Shard]:
     """Shards the model (built on the meta device) in place; returns this rank's shard of each parameter."""
     axis, sequence = mesh.tp, mesh.layout.sequence_parallel and mesh.tp.size > 1
-    shards = {name: _shard(name, tuple(weight.shape), mesh, sequence) for name, weight in model.named_parameters()}
+    cuts_qk_norms = model.model.qk_norm_over == "all"
+    shards = {
+        name: _shard(name, tuple(weight.shape), mesh, sequence, cuts_qk_norms) for name, weight in model.named_parameters()
+    }
     for name, shard in shards.items():
         if shard.dim is not None:
             _shrink(model, name, shard)
@@ -310,12 +344,15 @@ def apply(model: Transformer, mesh: Mesh, deferred: DeferredWeightGrads) -> dict
     return shards
 
 
-def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Shard:
-    """Rows of column-parallel weights and biases, columns of row-parallel weights, the whole of all other parameters."""
+def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_qk_norms: bool) -> Shard:
+    """Rows of column-parallel weights and biases, columns of row-parallel weights, the whole of all other parameters.
+
+    `cuts_qk_norms`: those of queries and keys are over all heads together, and cut with them.
+    """
     axis, kv, path = mesh.tp, mesh.kv, name.split(".")
     if axis.size == 1:
         return Shard(name, shape)
-    if path[-3:-1] in (["qkv", "k"], ["qkv", "v"]):
+    if path[-3:-1] in (["qkv", "k"], ["qkv", "v"]) or (cuts_qk_norms and path[-2] == "k_norm"):
         length = shape[0] * kv.size // axis.size
         partial = kv if kv.size > 1 else None
         return Shard(name, shape, 0, axis.rank // kv.size * length, length, partial, kv.rank == 0)
@@ -325,7 +362,8 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Sha
         dim = 2 if path[-1] == "down" else 1
         length = shape[dim] // axis.size
         return Shard(name, shape, dim, axis.rank * length, length)
-    if "qkv" in path or "inputs" in path or name in ("embed.tokens.weight", "head.linear.weight"):
+    is_cut_norm = cuts_qk_norms and path[-2] == "q_norm"
+    if {"qkv", "inputs", "q_up", "kv_up"} & set(path) or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
         length = shape[0] // axis.size
         return Shard(name, shape, 0, axis.rank * length, length)
     if path[-2:] in (["out", "weight"], ["down", "weight"]):
@@ -346,7 +384,19 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
     in_sequence_order = GatheredInput(SEQUENCE) if sequence else None
     for block in model.each_block():
         attention, gathered = block.attention, GatheredInput(reorder=True) if sequence else None
-        attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
+        if isinstance(attention, LatentAttention):
+            # Every rank projects to the latents, of its slice of the sequence; the latents are gathered, which are narrow.
+            attention.down = ColumnParallelLinear(attention.down, SINGLE_RANK, None, deferred)
+            attention.q_up = ColumnParallelLinear(attention.q_up, axis, gathered, deferred)
+            attention.kv_up = ColumnParallelLinear(attention.kv_up, axis, gathered, deferred)
+            attention.shared_key = SharedKey(axis, sequence)
+        else:
+            attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
+            if not attention.norms_heads and axis.size > 1:
+                attention.q_norm, attention.k_norm = (
+                    None if norm is None else TensorParallelRMSNorm(norm, axis, width)
+                    for norm, width in ((attention.q_norm, model.model.q_dim), (attention.k_norm, model.model.kv_dim))
+                )
         attention.out = RowParallelLinear(attention.out, axis, gathered, deferred)
         block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:

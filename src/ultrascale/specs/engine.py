@@ -41,10 +41,9 @@ def _presets() -> dict[str, EngineLimits]:
 
 def model_problem(model: Model) -> str | None:
     """Why our engine cannot train the model, with what to try; None if it can."""
-    if model.mla is not None:
-        return f"model.mla is set ({model.name}) but the engine has no latent attention: try qwen3-30b-a3b or tiny-moe"
     if model.moe is not None and model.mlp_bias:
         return f"model.mlp_bias is true ({model.name}) but the engine's experts have no biases: try false"
-    if model.positions == "rotary" and model.head_dim % 2:
-        return f"model.head_dim is {model.head_dim} but rotary positions turn pairs of numbers: try {model.head_dim + 1}"
+    if model.positions == "rotary" and model.rotated_dim % 2:
+        field = "mla.qk_rope_head_dim" if model.mla else "head_dim" if model.rotary_dim is None else "rotary_dim"
+        return f"model.{field} is {model.rotated_dim} but rotary positions turn pairs of numbers: try {model.rotated_dim + 1}"
     return None

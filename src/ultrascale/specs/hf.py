@@ -1,254 +1,480 @@
-"""Hugging Face config.json -> fields of a Model, one short function per family; and the table of known families.
+"""Hugging Face config.json -> fields of a Model and back: keys and groups of keys, each read and written in one place.
 
-Only what changes the shape, the count of parameters or what a layer computes is read; what a family hard-codes (Qwen2's
-biases, GPT-2's tying) stands here. A config that asks for something a Model cannot say is refused: a wrong count would be
-a silent guess.
+Only what changes the shape, the count of parameters or what a layer computes is read. A config that asks for something a Model
+cannot say is refused: a wrong count would be a silent guess. The families are in hf_families.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ultrascale.specs.blocks import ROPE_FIELDS
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
+if TYPE_CHECKING:
+    from ultrascale.specs.model import Model
+
+Config = Mapping[str, Any]
 Fields = dict[str, Any]
+"""fields of a Model by dotted name, `moe.top_k`"""
+
+REQUIRED: Any = object()
+"""the default of a key that every config must have"""
+OMITTED: Any = object()
+"""the default of a key without which Model derives its field as transformers does"""
 
 # In transformers "gelu" is the exact one; the others are names of the tanh approximation.
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", **dict.fromkeys(_TANH, "geglu")}
-_PLAIN = {"gelu": "gelu_exact", **dict.fromkeys(_TANH, "gelu"), "relu": "relu"}
+ACTIVATIONS: dict[str, dict[str, str]] = {
+    "gated": {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu_exact", **dict.fromkeys(reversed(_TANH), "geglu")},
+    "plain": {"gelu": "gelu_exact", **dict.fromkeys(_TANH, "gelu"), "relu": "relu", "relu2": "relu2"},
+}
+"""a config's words for activations of MLPs with and without a gate; the first of several is written"""
+
+Kind = Literal["count", "count or zero", "number", "flag", "text", "gated", "plain"]
 
 
-def fields_from_hf(config: Mapping[str, Any], name: str | None = None) -> Fields:
-    """The fields of the Model that `config` describes; `name` defaults to the repository it was saved from, or its family."""
-    if not isinstance(config, Mapping):
-        raise SpecError(f"config is of type {type(config).__name__} but must be the mapping that config.json holds")
-    family = config.get("model_type")
-    known = f"known: {', '.join(sorted(FAMILIES))}"
-    if family is None:
-        raise SpecError(f"config.model_type is missing, so the family of the model is not told; {known}")
-    if not isinstance(family, str) or family not in FAMILIES:
-        # The nearest name is no advice here: another architecture computes something else.
-        raise SpecError(
-            f"config.model_type is {shown(family)}, which Ultrascale cannot read ({known}): to plan for its shape, describe it "
-            "in a model file, such as {name: mine, layers: 32, hidden: 4096, heads: 32, ffn: 14336, vocab: 128256}"
-        )
-    origin = config.get("_name_or_path")
-    title = name or (origin if isinstance(origin, str) and origin else family)
-    return {"name": title, "source": f"HF config.json, model_type {family}", **FAMILIES[family].read(config)}
+class Part(Protocol):
+    """What one or several keys of a config say."""
+
+    def read(self, config: Config) -> Fields: ...
+
+    def write(self, model: Model) -> dict[str, Any]: ...
 
 
-def _llama(config: Mapping[str, Any]) -> Fields:
-    biased = _flag(config, "attention_bias")
-    return {
-        **_common(config),
-        "ffn": _count(config, "intermediate_size"),
-        "qkv_bias": biased,
-        "attention_output_bias": biased,
-        "mlp_bias": _flag(config, "mlp_bias"),
-    }
+@dataclass(frozen=True)
+class Key:
+    """One key and the fields that have its value."""
+
+    key: str
+    fields: str | tuple[str, ...]
+    kind: Kind = "count"
+    default: Any = REQUIRED
+    """of the family's class, where the key is missing or null"""
+    aliases: tuple[str, ...] = ()
+    """other names of the key, which other releases write"""
+    inverse: bool = False
+    """the field is 1 / value"""
+
+    def read(self, config: Config) -> Fields:
+        key = next((name for name in (self.key, *self.aliases) if name in config), self.key)
+        if config.get(key) is None and self.default is not REQUIRED:
+            value = self.default
+        else:
+            value = checked(config, key, self.kind, self.default)
+        if self.inverse:
+            value = 1 / value
+        return {} if value is OMITTED else dict.fromkeys(self._fields, value)
+
+    def write(self, model: Model) -> dict[str, Any]:
+        value = _value(model, self._fields[0])
+        if self.kind in ACTIVATIONS:
+            words = ACTIVATIONS[self.kind]
+            value = next((word for word, ours in words.items() if ours == value), value)
+        return {self.key: 1 / value if self.inverse and value is not None else value}
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return (self.fields,) if isinstance(self.fields, str) else self.fields
 
 
-def _smollm3(config: Mapping[str, Any]) -> Fields:
-    # A window would bind only the layers without rotary positions, which a Model cannot say.
-    _only(config, "use_sliding_window", False)
-    # Its class ties by default, so a config.json may leave the key out.
-    positions = _positions(config, theta=2_000_000.0)
-    return {**_llama(config), **positions, "tied_embeddings": _flag(config, "tie_word_embeddings", True)}
+@dataclass(frozen=True)
+class Only:
+    """A key that may have one value alone: with another, the model would compute something else."""
+
+    key: str
+    allowed: Any
+
+    def read(self, config: Config) -> Fields:
+        if config.get(self.key, self.allowed) != self.allowed:
+            raise SpecError(
+                f"config.{self.key} is {shown(config[self.key])} but only {shown(self.allowed)} can be planned, which is "
+                f"another model: give one with {self.key}: {shown(self.allowed)}"
+            )
+        return {}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {}
 
 
-def _mistral(config: Mapping[str, Any]) -> Fields:
-    window = _optional_count(config, "sliding_window")
-    return {**_common(config), "ffn": _count(config, "intermediate_size"), "sliding_window": window}
+@dataclass(frozen=True)
+class Rope:
+    """Rotary wavelengths: newer releases write in rope_parameters what rope_theta and rope_scaling held."""
 
+    theta: float = 10_000.0
+    partial: float | None = None
+    """share of a head's dimensions that is rotated, unless the config says another; None: the family rotates all"""
+    theta_key: str = "rope_theta"
+    partial_key: str = "partial_rotary_factor"
+    head_dim: int | None = None
+    """of the family's class, where the config has none"""
+    local_theta: float | None = None
+    """of layers with a window, whose wavelengths are never scaled (Gemma 3, OLMo 3); None: layers are alike"""
 
-def _mixtral(config: Mapping[str, Any]) -> Fields:
-    moe = {
-        "experts": _experts(config, "num_local_experts"),
-        "top_k": _count(config, "num_experts_per_tok"),
-        "expert_ffn": _count(config, "intermediate_size"),
-    }
-    fields = {**_common(config), **_positions(config, theta=1_000_000.0), "norm_eps": _number(config, "rms_norm_eps", 1e-5)}
-    return {**fields, "sliding_window": _optional_count(config, "sliding_window"), "moe": moe}
-
-
-def _qwen2(config: Mapping[str, Any]) -> Fields:
-    fields = {**_common(config), "ffn": _count(config, "intermediate_size"), "qkv_bias": True}
-    return {**fields, **_window(config)}
-
-
-def _qwen2_moe(config: Mapping[str, Any]) -> Fields:
-    # Older configs lack the key: the class then biases queries, keys and values.
-    fields = {**_common(config), **_window(config), "qkv_bias": _flag(config, "qkv_bias", True)}
-    shared = {"shared_experts": 1, "shared_expert_ffn": _count(config, "shared_expert_intermediate_size"), "shared_gate": True}
-    return {**fields, **_sparse(config, shared)}
-
-
-def _qwen3(config: Mapping[str, Any]) -> Fields:
-    # 128 is the class's default, whatever hidden / heads is.
-    fields = {"head_dim": 128, **_qwen3_attention(config), **_window(config)}
-    return {**fields, "ffn": _count(config, "intermediate_size")}
-
-
-def _qwen3_moe(config: Mapping[str, Any]) -> Fields:
-    return {**_qwen3_attention(config), **_window(config, first=0), **_sparse(config, {})}
-
-
-def _qwen3_attention(config: Mapping[str, Any]) -> Fields:
-    biased = _flag(config, "attention_bias")
-    return {**_common(config), "qkv_bias": biased, "attention_output_bias": biased, "qk_norm": True}
-
-
-def _gpt2(config: Mapping[str, Any]) -> Fields:
-    hidden = _count(config, "n_embd")
-    return {
-        "layers": _count(config, "n_layer"),
-        "hidden": hidden,
-        "heads": _count(config, "n_head"),
-        "ffn": _optional_count(config, "n_inner") or 4 * hidden,
-        "vocab": _count(config, "vocab_size"),
-        "activation": _activation(config, "activation_function", _PLAIN, "gelu_new"),
-        "norm": "layernorm",
-        "norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
-        "positions": "learned",
-        "max_positions": _count(config, "n_positions"),
-        "tied_embeddings": _flag(config, "tie_word_embeddings", True),
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-    }
-
-
-def _deepseek(config: Mapping[str, Any]) -> Fields:
-    if _flag(config, "attention_bias"):
-        raise SpecError("config.attention_bias is true but no DeepSeek model with biases is known: try false")
-    fields = {key: value for key, value in _common(config).items() if key not in ("kv_heads", "head_dim")}
-    fields["ffn"] = _count(config, "intermediate_size")
-    fields["mla"] = {
-        "q_lora_rank": _optional_count(config, "q_lora_rank"),
-        "kv_lora_rank": _count(config, "kv_lora_rank"),
-        "qk_nope_head_dim": _count(config, "qk_nope_head_dim"),
-        "qk_rope_head_dim": _count(config, "qk_rope_head_dim"),
-        "v_head_dim": _count(config, "v_head_dim"),
-    }
-    if config.get("n_routed_experts", config.get("num_local_experts")) is None:
+    def read(self, config: Config) -> Fields:
+        where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # transformers reads the former first
+        rope = config.get(where) or {}
+        if not isinstance(rope, Mapping):
+            raise SpecError(f"config.{where} is {shown(rope)} but must be a mapping, as transformers writes it")
+        local: Config = {}
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            kinds = {"full_attention", "sliding_attention"}
+            if self.local_theta is None or not kinds >= rope.keys():
+                raise SpecError(
+                    f"config.{where} has a mapping for each kind of layer, but only models whose layers are alike can be "
+                    "planned, which are other models: give one of these"
+                )
+            rope, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+        theta = checked({"rope_theta": config.get(self.theta_key), **rope}, "rope_theta", "number", self.theta)
+        fields: Fields = {"rope_theta": theta, **self._scaling(config, rope, where), **self._rotary_dim(config, rope)}
+        if self.local_theta is not None:
+            base = local.get("rope_theta") or config.get("rope_local_base_freq") or self.local_theta
+            if local.get("rope_type", "default") != "default":
+                raise SpecError(
+                    f"config.{where}.sliding_attention.rope_type is {shown(local['rope_type'])} but layers with a window can "
+                    "only have unscaled positions, which is another model: give one with rope_type: default"
+                )
+            fields |= {"local_rope_theta": base} if base != theta or "rope_scaling" in fields else {}
         return fields
-    _only(config, "moe_layer_freq", 1)
-    # V3 routes by sigmoid scores with a correction bias and names both only in its own code's configs.
-    v3 = config["model_type"] == "deepseek_v3"
-    method = config.get("topk_method", "noaux_tc" if v3 else "greedy")
-    fields["moe"] = {
-        "experts": _experts(config, "n_routed_experts"),
-        "top_k": _count(config, "num_experts_per_tok"),
-        "expert_ffn": _count(config, "moe_intermediate_size"),
-        "shared_experts": _optional_count(config, "n_shared_experts") or 0,
-        "dense_layers": _count(config, "first_k_dense_replace", least=0),
-        "router": config.get("scoring_func", "sigmoid" if v3 else "softmax"),
-        "router_bias": method == "noaux_tc",
-        "renormalize": _flag(config, "norm_topk_prob", v3),
-        "scaling": _number(config, "routed_scaling_factor", 2.5 if v3 else 1.0),
-    }
-    if method != "greedy":
-        fields["moe"] |= {
-            "groups": _count(config, "n_group", default=8 if v3 else None),
-            "top_groups": _count(config, "topk_group", default=4 if v3 else None),
+
+    def _scaling(self, config: Config, rope: Config, where: str) -> Fields:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return {}
+        if not isinstance(kind, str) or kind not in _SCALINGS:
+            known = ", ".join(["'default'", *(f"'{name}'" for name in _SCALINGS)])
+            raise SpecError(
+                f"config.{where}.rope_type is {shown(kind)} but only {known} can be computed, and each computes something "
+                "else: give a model with one of these"
+            )
+        return {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind](config, rope)}}
+
+    def _rotary_dim(self, config: Config, rope: Config) -> Fields:
+        key = "partial_rotary_factor"
+        share = checked({key: config.get(self.partial_key), **rope}, key, "number", self.partial or 1.0)
+        if self.partial is None:
+            Only(key, 1.0).read({key: share})
+        if share == 1:
+            return {}
+        heads = checked(config, "num_attention_heads", "count")
+        head_dim = checked(config, "head_dim", "count", self.head_dim or checked(config, "hidden_size", "count") // heads)
+        return {"rotary_dim": int(head_dim * share)}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        scaling, share = _scaling_of(model), model.rotated_dim / model.head_dim
+        partial = {} if self.partial is None else {self.partial_key: share}
+        if self.local_theta is None:
+            return {self.theta_key: model.rope_theta, "rope_scaling": scaling, **partial}
+        theta = model.rope_theta if model.local_rope_theta is None else model.local_rope_theta
+        full = {"rope_theta": model.rope_theta, **(scaling or {"rope_type": "default"})}
+        return {
+            "rope_parameters": {
+                "full_attention": full,
+                "sliding_attention": {"rope_theta": theta, "rope_type": "default"},
+            }
         }
-    return fields
 
 
-class HFFamily(NamedTuple):
+@dataclass(frozen=True)
+class LayerTypes:
+    """Which layers have the sliding window: `layer_types`, or what the family's class derives where that is missing."""
+
+    derived: Callable[[Config, int], list[bool]]
+    """of a config and its number of layers: whether each has the window"""
+    window: int | None = None
+    """of the family's class; 0: null is none"""
+    rotates_local_only: bool = False
+    """layers with full attention have no positions (Cohere 2)"""
+    switch: str = ""
+    """a key that switches the window on"""
+
+    def read(self, config: Config) -> Fields:
+        layers = checked(config, "num_hidden_layers", "count")
+        given = config.get("layer_types")
+        if given is None:
+            local = self.derived(config, layers)
+        elif isinstance(given, list) and len(given) >= layers and set(given) <= {"full_attention", "sliding_attention"}:
+            local = [word == "sliding_attention" for word in given[:layers]]
+        else:
+            raise SpecError(
+                f"config.layer_types is {given!r:.80} but must name full_attention or sliding_attention for each of {layers} "
+                "layers"
+            )
+        window = config.get("sliding_window", self.window)
+        if self.switch and not checked(config, self.switch, "flag", False):
+            window = None
+        fields: Fields = {}
+        if any(local) and window is not None:
+            fields["sliding_window"] = checked({"sliding_window": window}, "sliding_window", "count")
+            if not all(local):
+                fields["attention_pattern"] = shortest_cycle(["local" if one else "full" for one in local])
+        if self.rotates_local_only and not all(local):
+            fields["rope_pattern"] = shortest_cycle(local)
+        return fields
+
+    def write(self, model: Model) -> dict[str, Any]:
+        words = ["full_attention" if model.window(layer) is None else "sliding_attention" for layer in range(model.layers)]
+        found = {"layer_types": words, "sliding_window": model.sliding_window}
+        return found | ({self.switch: model.sliding_window is not None} if self.switch else {})
+
+
+@dataclass(frozen=True)
+class ParallelResidual:
+    """A key that says whether attention and MLP read the same input; the family's number of norms for that."""
+
+    key: str
+    norms: str
+    default: bool
+
+    def read(self, config: Config) -> Fields:
+        return {"parallel_residual": self.norms if checked(config, self.key, "flag", self.default) else "none"}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {self.key: model.parallel_residual == self.norms}
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window of all layers; null or missing: none."""
+
+    default: int | None = None
+
+    def read(self, config: Config) -> Fields:
+        words = config.get("layer_types")
+        if words is not None and (not isinstance(words, list) or len(set(map(str, words))) > 1):
+            raise SpecError(
+                f"config.layer_types is {words!r:.80} but layers of this family must be alike: give the config of a "
+                "model whose layers are"
+            )
+        if words and words[0] == "full_attention":
+            return {}
+        value = config.get("sliding_window", self.default)
+        return {} if value is None else {"sliding_window": checked({"sliding_window": value}, "sliding_window", "count")}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {"sliding_window": model.sliding_window}
+
+
+class RopeLayers:
+    """SmolLM 3: layers without positions, every `no_rope_layer_interval`-th or those with a 0 in `no_rope_layers`."""
+
+    def read(self, config: Config) -> Fields:
+        given = config.get("no_rope_layers")
+        if given is None:
+            interval = checked(config, "no_rope_layer_interval", "count", 4)
+            layers = checked(config, "num_hidden_layers", "count")
+            given = [(layer + 1) % interval for layer in range(layers)]
+        elif not isinstance(given, list):
+            raise SpecError(f"config.no_rope_layers is {shown(given)} but must be a list of ones and zeros, one for each layer")
+        rotates = [bool(one) for one in given]
+        return {} if all(rotates) else {"rope_pattern": shortest_cycle(rotates)}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {"no_rope_layers": [int(model.rotates(layer)) for layer in range(model.layers)]}
+
+
+class ScoreScale:
+    """Gemma's query_pre_attn_scalar: scores are divided by its root. That of a head's width is the usual scale."""
+
+    key = "query_pre_attn_scalar"
+
+    def read(self, config: Config) -> Fields:
+        scalar = checked(config, self.key, "number", 256.0)
+        head_dim = checked(config, "head_dim", "count", 256)
+        return {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        scale = model.attention_scale
+        return {self.key: model.head_dim if scale is None else round(scale**-2)}
+
+
+class EmbeddingScale:
+    """Gemma's: the root of the hidden size."""
+
+    def read(self, config: Config) -> Fields:
+        return {"embedding_scale": math.sqrt(checked(config, "hidden_size", "count"))}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {}
+
+
+class SparseLayers:
+    """Qwen's experts: every layer, or all after a run of dense ones at the start, in which alone intermediate_size is read."""
+
+    def read(self, config: Config) -> Fields:
+        Only("decoder_sparse_step", 1).read(config)
+        dense = config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or dense != list(range(len(dense))):
+            given = f"{dense!r:.60}" if isinstance(dense, list) else shown(dense)
+            raise SpecError(f"config.mlp_only_layers is {given} but dense layers must come first: try [0, 1] or []")
+        return {"moe.dense_layers": len(dense), "ffn": checked(config, "intermediate_size", "count") if dense else 0}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        dense = 0 if model.moe is None else model.moe.dense_layers
+        return {"decoder_sparse_step": 1, "mlp_only_layers": list(range(dense)), "intermediate_size": model.ffn}
+
+
+@dataclass(frozen=True)
+class DenseWidth:
+    """DeepSeek's intermediate_size: read by leading dense layers alone."""
+
+    dense_default: int
+
+    def read(self, config: Config) -> Fields:
+        dense = checked(config, "first_k_dense_replace", "count or zero", self.dense_default)
+        dense = min(dense, checked(config, "num_hidden_layers", "count"))
+        ffn = checked(config, "intermediate_size", "count")
+        return {"moe.dense_layers": dense, "ffn": ffn if dense else 0}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        moe = model.moe
+        # A class of transformers needs a width even where no layer has it.
+        return {"first_k_dense_replace": moe.dense_layers if moe else 0, "intermediate_size": model.ffn or model.hidden}
+
+
+@dataclass(frozen=True)
+class DeepSeekRouting:
+    """How DeepSeek's models choose experts: V3 by sigmoid scores with a correction bias within groups, V2 by softmax."""
+
+    v3: bool
+
+    def read(self, config: Config) -> Fields:
+        Only("moe_layer_freq", 1).read(config)
+        v3 = self.v3
+        Only("scoring_func", "sigmoid" if v3 else "softmax").read(config)
+        method = config.get("topk_method", "noaux_tc" if v3 else "greedy")
+        known = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
+        if method not in known:
+            raise SpecError(
+                f"config.topk_method is {shown(method)} but only {' or '.join(known)} can be planned, which are other "
+                "models: give one with these"
+            )
+        fields: Fields = {
+            "moe.renormalize": checked(config, "norm_topk_prob", "flag", v3),
+            "moe.scaling": checked(config, "routed_scaling_factor", "number", 2.5 if v3 else 1.0),
+        }
+        if v3:
+            fields |= {"moe.router": "sigmoid", "moe.router_bias": True}
+        if method != "greedy":
+            fields["moe.groups"] = checked(config, "n_group", "count", 8 if v3 else REQUIRED)
+            fields["moe.top_groups"] = checked(config, "topk_group", "count", 4 if v3 else REQUIRED)
+        return fields
+
+    def write(self, model: Model) -> dict[str, Any]:
+        moe = model.moe
+        if moe is None:
+            return {}
+        return {
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid" if self.v3 else "softmax",
+            "topk_method": "noaux_tc" if self.v3 else "group_limited_greedy" if moe.groups > 1 else "greedy",
+            "norm_topk_prob": moe.renormalize,
+            "routed_scaling_factor": moe.scaling,
+            "n_group": moe.groups,
+            "topk_group": moe.top_groups,
+        }
+
+
+@dataclass(frozen=True)
+class HFFamily:
     """A model_type of transformers."""
 
-    read: Callable[[Mapping[str, Any]], Fields]
-    """fields of a Model, of a config"""
-    architecture: str = ""
-    """its class for training; empty: the family is read but not written (hf_config.py says which models are which family)"""
-    layer: str = ""
+    architecture: str
+    """its class for training"""
+    layer: str
     """the class of one of its layers"""
-    defaults: Mapping[str, Any] = {}
-    """of its classes, for keys that config.json leaves out, where a Model has another default"""
+    parts: tuple[Part, ...]
+    fixed: Fields = field(default_factory=dict)
+    """what its classes hard-code"""
+
+    def read(self, config: Config) -> Fields:
+        """The fields of the Model, those of its parts as mappings."""
+        found: Fields = dict(self.fixed)
+        for part in self.parts:
+            found |= part.read(config)
+        nested: Fields = {}
+        for name, value in found.items():
+            outer, _, inner = name.partition(".")
+            if inner:
+                nested.setdefault(outer, {})[inner] = value
+            else:
+                nested[outer] = value
+        return nested
+
+    def write(self, model: Model) -> dict[str, Any]:
+        """What its config.json would say of the model; whether it says all is for the caller to check, by reading it."""
+        found: dict[str, Any] = {}
+        for part in self.parts:
+            found |= part.write(model)
+        return found
 
 
-FAMILIES = {
-    "deepseek_v2": HFFamily(_deepseek),
-    "deepseek_v3": HFFamily(_deepseek),
-    "gpt2": HFFamily(_gpt2, "GPT2LMHeadModel", "GPT2Block"),
-    "llama": HFFamily(_llama, "LlamaForCausalLM", "LlamaDecoderLayer"),
-    "mistral": HFFamily(
-        _mistral, "MistralForCausalLM", "MistralDecoderLayer", {"sliding_window": 4096, "num_key_value_heads": 8}
-    ),
-    "mixtral": HFFamily(_mixtral, "MixtralForCausalLM", "MixtralDecoderLayer", {"num_key_value_heads": 8}),
-    "qwen2": HFFamily(_qwen2, "Qwen2ForCausalLM", "Qwen2DecoderLayer"),
-    "qwen2_moe": HFFamily(_qwen2_moe, "Qwen2MoeForCausalLM", "Qwen2MoeDecoderLayer", {"num_key_value_heads": 16}),
-    "qwen3": HFFamily(_qwen3, "Qwen3ForCausalLM", "Qwen3DecoderLayer"),
-    "qwen3_moe": HFFamily(_qwen3_moe, "Qwen3MoeForCausalLM", "Qwen3MoeDecoderLayer", {"num_key_value_heads": 4}),
-    "smollm3": HFFamily(_smollm3),
-}
-WRITTEN = {name: family for name, family in FAMILIES.items() if family.architecture}
+def shortest_cycle(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The shortest list that, repeated, begins with `values`."""
+    whole = tuple(values)
+    for length in range(1, len(whole)):
+        if all(one == whole[index % length] for index, one in enumerate(whole)):
+            return whole[:length]
+    return whole
 
 
-def _common(config: Mapping[str, Any]) -> Fields:
-    """What every family but GPT-2 names alike."""
-    fields: Fields = {
-        "layers": _count(config, "num_hidden_layers"),
-        "hidden": _count(config, "hidden_size"),
-        "heads": _count(config, "num_attention_heads"),
-        "vocab": _count(config, "vocab_size"),
-        "activation": _activation(config, "hidden_act", _GATED, "silu"),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
-        **_positions(config),
-        "max_positions": _optional_count(config, "max_position_embeddings"),
-        "tied_embeddings": _flag(config, "tie_word_embeddings"),
-    }
-    # Left out when absent or null: Model then derives them as transformers does.
-    for field, key in (("kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
-        if value := _optional_count(config, key):
-            fields[field] = value
-    return fields
+def checked(config: Config, key: str, kind: Kind, default: Any = REQUIRED) -> Any:
+    """The value of a key, of the right kind, or SpecError; null is missing."""
+    value = default if config.get(key) is None else config[key]
+    if value is REQUIRED:
+        raise SpecError(f"config.{key} is missing: a config of model_type {config.get('model_type')} must give it")
+    if kind in ACTIVATIONS:
+        return _activation(key, value, ACTIVATIONS[kind])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "flag" and not isinstance(value, bool):
+        raise SpecError(f"config.{key} is {shown(value)} but must be true or false: try {str(default is True).lower()}")
+    if kind == "number":
+        if not is_number or not value > 0:
+            hint = f": try {default:g}" if isinstance(default, int | float) else ""
+            raise SpecError(f"config.{key} is {shown(value)} but must be a number greater than 0{hint}")
+        return float(value)
+    if kind in ("count", "count or zero"):
+        least = 0 if kind == "count or zero" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise SpecError(f"config.{key} is {shown(value)} but must be a whole number of at least {least}: try 8")
+    return value
 
 
-def _positions(config: Mapping[str, Any], theta: float = 10_000.0) -> Fields:
-    """Rotary wavelengths: newer releases of transformers write in rope_parameters what rope_theta and rope_scaling held."""
-    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # transformers reads the former first
-    rope = config.get(where)
-    if rope is not None and not isinstance(rope, Mapping):
-        raise SpecError(f"config.{where} is {shown(rope)} but must be a mapping: try {{rope_theta: 10000.0}} or leave it out")
-    if rope is not None and any(isinstance(value, Mapping) for value in rope.values()):
+def _activation(key: str, value: Any, known: Mapping[str, str]) -> str:
+    if not isinstance(value, str) or value not in known:
         raise SpecError(
-            f"config.{where} has a mapping for each kind of layer but all layers must have the same: "
-            "give a model whose layers are alike"
+            f"config.{key} is {shown(value)} but only {', '.join(sorted(known))} can be computed, and each computes something "
+            "else: give a model with one of these"
         )
-    rope = {"rope_theta": _number(config, "rope_theta", theta), **(rope or {})}
-    fields = {"rope_theta": _number(rope, "rope_theta", theta)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    # Latent attention is planned, not trained, and DeepSeek's yarn changes no cost.
-    if kind == "default" or "kv_lora_rank" in config:
-        return fields
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        known = ", ".join(["'default'", *(f"'{name}'" for name in _SCALINGS)])
-        raise SpecError(
-            f"config.{where}.rope_type is {shown(kind)} but only {known} can be computed, and each computes something else: "
-            "give a model with one of these"
-        )
-    return {**fields, "rope_scaling": {"rope_type": kind, **_SCALINGS[kind](config, rope)}}
+    return known[value]
 
 
-def _factor_alone(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+def _value(model: Model, name: str) -> Any:
+    """The field of a dotted name; None where the part that has it is missing."""
+    found: Any = model
+    for word in name.split("."):
+        found = None if found is None else getattr(found, word)
+    return found
+
+
+def _factor_alone(config: Config, rope: Config) -> Fields:
     """dynamic reads max_position_embeddings too, which is the model's max_positions."""
     return _present(rope, "factor")
 
 
-def _llama3(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+def _llama3(config: Config, rope: Config) -> Fields:
     return {**_present(rope, "factor", "low_freq_factor", "high_freq_factor"), **_original(config, rope)}
 
 
-def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+def _yarn(config: Config, rope: Config) -> Fields:
     original = _original(config, rope)
     fields = {**_present(rope, "factor", "attention_factor"), **original}
     if "factor" not in fields and original:  # null: the ratio of the two lengths, as transformers takes it
-        fields["factor"] = _count(config, "max_position_embeddings") / original["original_max_positions"]
+        fields["factor"] = checked(config, "max_position_embeddings", "count") / original["original_max_positions"]
     # transformers reads mscale only where both are given (0 is none) and attention_factor is not, and 0 as the default betas.
     if "attention_factor" not in fields and rope.get("mscale") and rope.get("mscale_all_dim"):
         fields |= _present(rope, "mscale", "mscale_all_dim")
@@ -258,7 +484,7 @@ def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
     return fields
 
 
-_SCALINGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Fields]] = {
+_SCALINGS: dict[str, Callable[[Config, Config], Fields]] = {
     "dynamic": _factor_alone,
     "linear": _factor_alone,
     "llama3": _llama3,
@@ -267,11 +493,11 @@ _SCALINGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Fields]] =
 """rope_type -> fields of RopeScaling, of the config and its rope mapping"""
 
 
-def _present(rope: Mapping[str, Any], *keys: str) -> Fields:
+def _present(rope: Config, *keys: str) -> Fields:
     return {key: rope[key] for key in keys if rope.get(key) is not None}
 
 
-def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
+def _original(config: Config, rope: Config) -> Fields:
     """transformers takes the config's own key before the mapping's, and max_position_embeddings where there is neither."""
     key = "original_max_position_embeddings"
     places = [(config, key), (rope, key), (config, "max_position_embeddings")]
@@ -279,87 +505,13 @@ def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Fields:
     return {} if found is None else {"original_max_positions": found}
 
 
-def _sparse(config: Mapping[str, Any], shared: Fields) -> Fields:
-    """Qwen's MoE layers: every layer, or all after a run of dense ones at the start."""
-    _only(config, "decoder_sparse_step", 1)
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or dense != list(range(len(dense))):
-        given = f"{dense!r:.60}" if isinstance(dense, list) else shown(dense)
-        raise SpecError(f"config.mlp_only_layers is {given} but dense layers must come first: try [0, 1] or []")
-    moe = {
-        "experts": _experts(config, "num_experts"),
-        "top_k": _count(config, "num_experts_per_tok"),
-        "expert_ffn": _count(config, "moe_intermediate_size"),
-        "dense_layers": len(dense),
-        "renormalize": _flag(config, "norm_topk_prob"),
-        **shared,
-    }
-    # intermediate_size is the width of dense layers only; without any, no module reads it.
-    return {"moe": moe, "ffn": _count(config, "intermediate_size") if dense else 0}
-
-
-def _window(config: Mapping[str, Any], first: int = 28) -> Fields:
-    """Qwen's sliding window: when switched on it binds the layers from max_window_layers (28 by default) on."""
-    if not _flag(config, "use_sliding_window"):
-        return {}
-    first = _count(config, "max_window_layers", least=0, default=first)
-    if first >= _count(config, "num_hidden_layers"):
-        return {}
-    if first > 0:
-        raise SpecError(
-            f"config.max_window_layers is {first} but a window must bind every layer or none, which is another model: "
-            f"give one with max_window_layers: 0 or use_sliding_window: false"
-        )
-    return {"sliding_window": _count(config, "sliding_window")}
-
-
-def _count(config: Mapping[str, Any], key: str, least: int = 1, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if value is None:
-        raise SpecError(f"config.{key} is missing: a config of model_type {config.get('model_type')} must give it")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"config.{key} is {shown(value)} but must be a whole number of at least {least}: try 8")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise SpecError(f"config.{key} is {shown(value)} but must be a number greater than 0: try {default:g}")
-    return float(value)
-
-
-def _experts(config: Mapping[str, Any], key: str) -> int:
-    """The family's own key, or the common one that newer releases of transformers write in its place."""
-    return _count(config, key if key in config else "num_local_experts" if "num_local_experts" in config else key)
-
-
-def _optional_count(config: Mapping[str, Any], key: str) -> int | None:
-    return None if config.get(key) is None else _count(config, key)
-
-
-def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise SpecError(f"config.{key} is {shown(value)} but must be true or false: try {str(default).lower()}")
-    return value
-
-
-def _only(config: Mapping[str, Any], key: str, allowed: int | bool) -> None:
-    if config.get(key, allowed) != allowed:
-        raise SpecError(
-            f"config.{key} is {shown(config[key])} but only {shown(allowed)} can be planned, which is another model: "
-            f"give one with {key}: {shown(allowed)}"
-        )
-
-
-def _activation(config: Mapping[str, Any], key: str, known: Mapping[str, str], default: str) -> str:
-    value = config.get(key, default)
-    if not isinstance(value, str) or value not in known:
-        raise SpecError(
-            f"config.{key} is {shown(value)} but only {', '.join(sorted(known))} can be computed, and each computes something "
-            "else: give a model with one of these"
-        )
-    return known[value]
+def _scaling_of(model: Model) -> dict[str, Any] | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    config: dict[str, Any] = {"rope_type": scaling.rope_type, "factor": scaling.factor}
+    for name in ROPE_FIELDS[scaling.rope_type]:
+        value = getattr(scaling, name)
+        if value is not None:
+            config["original_max_position_embeddings" if name == "original_max_positions" else name] = value
+    return config

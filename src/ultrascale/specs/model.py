@@ -2,164 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import MLA, Count, CountOrZero, Factor, Flag, Layers, MoE, RopeScaling, RopeType, Text
 from ultrascale.specs.errors import SpecError, divisors, near, nearest
 from ultrascale.specs.files import package_data, read_mapping
-from ultrascale.specs.hf import fields_from_hf
+from ultrascale.specs.hf_families import FAMILIES, fields_from_hf
 from ultrascale.specs.hub import HubRepo, is_hub
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
-# Strict: a count that arrives as 1.5, true or "32" is a mistake in the file, never something to round or parse.
-# The upper bound keeps every product of two counts inside 64 bits.
-Count = Annotated[int, Field(strict=True, gt=0, le=2**31)]
-CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31)]
-Layers = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # Schedules and stages walk the layers one by one.
-Factor = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
-Flag = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, Field(strict=True, min_length=1)]
-
-
-class MLA(FrozenSpec):
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values come from one small latent vector."""
-
-    q_lora_rank: Count | None = Field(default=None, description="None: queries come straight from the hidden state.")
-    kv_lora_rank: Count = Field(examples=[512])
-    qk_nope_head_dim: Count = Field(examples=[128])
-    qk_rope_head_dim: Count = Field(examples=[64])
-    v_head_dim: Count = Field(examples=[128])
-
-
-RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
-
-
-class RopeScaling(FrozenSpec):
-    """Rotary positions beyond the context a model was first trained with, by the `rope_type` of Hugging Face configs.
-
-    - `llama3`: waves longer than the original context are slowed by `factor`, short ones kept, a ramp between (Llama 3.1).
-    - `linear`: all waves are slowed by `factor` (position interpolation, Chen et al. 2023).
-    - `dynamic`: NTK scaling; the base grows with a sequence that is longer than the model's max_positions.
-    - `yarn`: a ramp by the number of turns in the original context, and larger scores (YaRN, Peng et al. 2023).
-    """
-
-    rope_type: RopeType = "llama3"
-    factor: Factor = Field(examples=[8.0])
-    low_freq_factor: Factor = Field(
-        default=1.0, description="llama3: waves that turn fewer times in the original context slow down."
-    )
-    high_freq_factor: Factor = Field(default=4.0, description="llama3: waves that turn more often stay as they are.")
-    original_max_positions: Count | None = Field(
-        default=None, description="llama3 and yarn: the original context, in tokens.", examples=[8192]
-    )
-    attention_factor: Factor | None = Field(
-        default=None, description="yarn: cos and sin are multiplied by it; None: it follows from factor and mscale."
-    )
-    mscale: Factor | None = Field(default=None, description="yarn: weight of log(factor) in attention_factor's numerator.")
-    mscale_all_dim: Factor | None = Field(default=None, description="yarn: the same in its denominator.")
-    beta_fast: Factor = Field(default=32.0, description="yarn: waves that turn more often stay as they are.")
-    beta_slow: Factor = Field(default=1.0, description="yarn: waves that turn fewer times slow down.")
-    truncate: Flag = Field(default=True, description="yarn: the ends of the ramp are rounded to whole dimensions.")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        read = {"rope_type", "factor", *ROPE_FIELDS[self.rope_type]}
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if name not in read and value != field.default:
-                raise ValueError(
-                    f"model.rope_scaling.{name} is {shown(value)} but rope_type {self.rope_type} does not read it: leave it out"
-                )
-        if "original_max_positions" in read and self.original_max_positions is None:
-            raise ValueError("model.rope_scaling.original_max_positions is missing: give it, e.g. 8192")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"model.rope_scaling.high_freq_factor is {self.high_freq_factor:g} but must be greater than "
-                f"low_freq_factor = {self.low_freq_factor:g}: try {4 * self.low_freq_factor:g}"
-            )
-        if (self.mscale is None) != (self.mscale_all_dim is None):
-            given, other = ("mscale", "mscale_all_dim") if self.mscale_all_dim is None else ("mscale_all_dim", "mscale")
-            raise ValueError(
-                f"model.rope_scaling.{other} is missing but {given} is {getattr(self, given):g}: give both or neither, e.g. 1.0"
-            )
-        if self.mscale is not None and self.attention_factor is not None:
-            raise ValueError(
-                f"model.rope_scaling.attention_factor is {self.attention_factor:g} but it follows from mscale: "
-                "leave it out, or mscale and mscale_all_dim"
-            )
-        return self
-
-
-ROPE_FIELDS: dict[RopeType, tuple[str, ...]] = {
-    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_positions"),
-    "linear": (),
-    "dynamic": (),
-    "yarn": ("original_max_positions", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
-}
-"""what each type reads beside its factor"""
-
-
-class MoE(FrozenSpec):
-    """Mixture of experts: routed experts chosen per token, and shared experts that every token visits."""
-
-    experts: Count = Field(examples=[8, 64])
-    top_k: Count = Field(examples=[2])
-    expert_ffn: Count = Field(examples=[1536])
-    shared_experts: CountOrZero = 0
-    shared_expert_ffn: CountOrZero = Field(
-        default_factory=lambda known: known.get("expert_ffn", 0) * known.get("shared_experts", 0),
-        description="Width of all shared experts together.",
-        examples=[1536],
-    )
-    dense_layers: CountOrZero = Field(default=0, description="The first layers that keep a dense MLP.")
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    router_bias: Flag = Field(default=False, description="DeepSeek-V3's e_score_correction_bias, one per expert.")
-    shared_gate: Flag = Field(default=False, description="Qwen2-MoE's learned gate on the shared expert.")
-    renormalize: Flag = Field(default=True, description="The weights of a token's chosen experts add up to one.")
-    groups: Count = Field(default=1, description="Groups of experts, of which a token may visit top_groups (DeepSeek).")
-    top_groups: Count = Field(default=1, examples=[4])
-    scaling: Factor = Field(default=1.0, description="DeepSeek's routed_scaling_factor on the weights of chosen experts.")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.experts % self.groups:
-            raise ValueError(
-                f"model.moe.groups is {self.groups} but must divide experts = {self.experts}: "
-                f"try {near(self.groups, divisors(self.experts))}"
-            )
-        if self.top_groups > self.groups:
-            raise ValueError(
-                f"model.moe.top_groups is {self.top_groups} but there are only groups = {self.groups}: try {self.groups}"
-            )
-        reached = self.top_groups * self.experts // self.groups
-        if reached < self.top_k <= self.experts:
-            raise ValueError(
-                f"model.moe.top_groups is {self.top_groups} but its groups have {reached} experts and top_k is {self.top_k}: "
-                f"try {-(-self.top_k * self.groups // self.experts)}"
-            )
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"model.moe.top_k is {self.top_k} but there are only experts = {self.experts}: try {min(2, self.experts)}"
-            )
-        if (self.shared_experts > 0) != (self.shared_expert_ffn > 0):
-            raise ValueError(
-                f"model.moe.shared_expert_ffn is {self.shared_expert_ffn} but shared_experts is {self.shared_experts}: "
-                f"give both or neither, e.g. shared_experts: 1 and shared_expert_ffn: {self.expert_ffn}"
-            )
-        if self.shared_gate and not self.shared_experts:
-            raise ValueError("model.moe.shared_gate is true but shared_experts is 0: try shared_experts: 1")
-        return self
-
-    def capacity(self, seq: int, factor: float) -> int:
-        """Tokens of one sequence that an expert takes where it is not to take more than `factor` times the mean."""
-        return int(factor * seq * self.top_k / self.experts)
+AttentionKind = Literal["full", "local"]
 
 
 class Model(FrozenSpec):
@@ -176,24 +37,71 @@ class Model(FrozenSpec):
     head_dim: Count = Field(default_factory=lambda known: _default_head_dim(known), examples=[128])
     ffn: CountOrZero = Field(default=0, description="Dense MLP width; 0 when every layer is MoE.", examples=[14336])
     vocab: Count = Field(examples=[128256])
-    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "relu"] = Field(
+    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "relu", "relu2"] = Field(
         default="swiglu",
         description="gelu and the gate of geglu are the tanh approximation (gelu_new), as in GPT-2; "
-        "gelu_exact and geglu_exact compute x·Φ(x) by erf (Hugging Face's gelu).",
+        "gelu_exact and geglu_exact compute x·Φ(x) by erf (Hugging Face's gelu); relu2 is relu(x)².",
     )
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_bias: Flag = Field(default=True, description="Biases of layernorm; Cohere's have none.")
+    norm_placement: Literal["pre", "post", "both"] = Field(
+        default="pre", description="Norms of the inputs of attention and MLP, of their outputs (OLMo 2), or of both (Gemma 2)."
+    )
+    parallel_residual: Literal["none", "one_norm", "two_norms"] = Field(
+        default="none",
+        description="Attention and MLP read the same input and are added together, after one norm (Phi, Cohere) or one each "
+        "(GPT-NeoX).",
+    )
     norm_eps: Factor = Field(default=1e-5, description="Added to the variance inside every norm.", examples=[1e-5])
     positions: Literal["rotary", "learned", "none"] = "rotary"
     rope_theta: Factor = Field(default=10000.0, description="Base of the rotary wavelengths.", examples=[500000.0])
     rope_scaling: RopeScaling | None = Field(default=None, examples=[{"factor": 8.0, "original_max_positions": 8192}])
+    rotary_dim: Count | None = Field(
+        default=None, description="The first dimensions of a head, which are rotated; None: all of them.", examples=[64]
+    )
+    rope_pattern: tuple[Flag, ...] = Field(
+        default=(),
+        description="Whether a layer rotates queries and keys, repeated over the layers; empty: all do.",
+        max_length=2**16,
+    )
+    local_rope_theta: Factor | None = Field(
+        default=None,
+        description="Base of the wavelengths in layers with the sliding window, which are not scaled; None: as in all layers.",
+        examples=[10000.0],
+    )
     max_positions: Count | None = Field(default=None, examples=[8192])
     tied_embeddings: Flag = False
     qkv_bias: Flag = False
     attention_output_bias: Flag = False
     mlp_bias: Flag = False
-    qk_norm: Flag = Field(default=False, description="RMSNorm over head_dim for queries and keys, as in Qwen3.")
+    qk_norm: Flag = Field(default=False, description="RMSNorm of queries and keys.")
+    qk_norm_over: Literal["head", "all"] = Field(
+        default="head", description="qk_norm: over head_dim, as in Qwen3, or over all heads together, as in OLMo 2."
+    )
+    attention_scale: Factor | None = Field(
+        default=None, description="Of scores; None: 1 / sqrt(width of a query head).", examples=[0.0625]
+    )
+    attention_softcap: Factor | None = Field(
+        default=None, description="Scores become cap · tanh(score / cap).", examples=[50.0]
+    )
+    logits_softcap: Factor | None = Field(default=None, description="The same of logits.", examples=[30.0])
     sliding_window: Count | None = Field(default=None, examples=[4096])
+    attention_pattern: tuple[AttentionKind, ...] = Field(
+        default=(),
+        description="Layers whose attention is full, and those that see the sliding window, repeated over the layers; empty: "
+        "all see it, if there is one.",
+        examples=[["local", "full"]],
+        max_length=2**16,
+    )
+    embedding_scale: Factor = Field(default=1.0, description="The embedding's output is multiplied by it.")
+    residual_scale: Factor = Field(default=1.0, description="What attention and MLP add is multiplied by it.")
+    logits_scale: Factor = Field(default=1.0, description="Logits are multiplied by it.")
     moe: MoE | None = Field(default=None, examples=[{"experts": 8, "top_k": 2, "expert_ffn": 14336}])
+    family: Text | None = Field(
+        default=None,
+        description="model_type of Hugging Face as whose config and tensors it is written; None: the first that can say it.",
+        examples=["llama"],
+    )
     source: str = ""
 
     @model_validator(mode="after")
@@ -249,6 +157,36 @@ class Model(FrozenSpec):
     def gated(self) -> bool:
         """Gated MLPs have three matrices (gate, up, down), plain ones two."""
         return self.activation in ("swiglu", "geglu", "geglu_exact")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer's attention; None: full."""
+        local = not self.attention_pattern or self.attention_pattern[layer % len(self.attention_pattern)] == "local"
+        return self.sliding_window if local else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's queries and keys are rotated by their positions."""
+        return self.positions == "rotary" and (not self.rope_pattern or self.rope_pattern[layer % len(self.rope_pattern)])
+
+    @property
+    def local_layers(self) -> int:
+        """How many layers have a sliding window."""
+        return 0 if self.sliding_window is None else sum(self.window(layer) is not None for layer in range(self.layers))
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of a query or key head that are rotated."""
+        if self.mla:
+            return self.mla.qk_rope_head_dim
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention scores, with DeepSeek's share of YaRN's mscale in it."""
+        scale = float(self.qk_head_dim**-0.5) if self.attention_scale is None else self.attention_scale
+        scaling = self.rope_scaling
+        if self.mla is None or scaling is None or scaling.mscale_all_dim is None or scaling.factor <= 1:
+            return scale
+        return scale * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
     @property
     def qk_head_dim(self) -> int:
@@ -311,6 +249,8 @@ def _default_head_dim(known: dict[str, Any]) -> int:
 
 def _problems(model: Model) -> Iterator[str]:
     """What fields that are each fine alone get wrong together, as sentences."""
+    if model.family is not None and model.family not in FAMILIES:
+        yield f"model.family is {shown(model.family)} but must be one of {', '.join(sorted(FAMILIES))}, or left out"
     if model.heads % model.kv_heads:
         yield (
             f"model.kv_heads is {model.kv_heads} but must divide heads = {model.heads}: "
@@ -324,14 +264,31 @@ def _problems(model: Model) -> Iterator[str]:
                 f"model.head_dim is {model.head_dim} but with mla it is qk_nope_head_dim + qk_rope_head_dim: "
                 f"try {model.qk_head_dim}, or leave it out"
             )
-        for field in ("qkv_bias", "qk_norm"):
-            if getattr(model, field):
-                yield f"model.{field} is true but mla has no such parameters: try false"
+        if model.qk_norm:
+            yield "model.qk_norm is true but mla has no such parameters: try false"
+        if model.rotary_dim is not None:
+            yield f"model.rotary_dim is {model.rotary_dim} but with mla qk_rope_head_dim is rotated: leave it out"
     elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
         yield (
             f"model.head_dim is missing and hidden = {model.hidden} is not a multiple of heads = {model.heads}: "
             f"give it, e.g. {model.head_dim}"
         )
+    if model.rotary_dim is not None and model.rotary_dim > model.head_dim:
+        yield f"model.rotary_dim is {model.rotary_dim} but a head has only head_dim = {model.head_dim}: try {model.head_dim}"
+    if model.attention_pattern and ("local" in model.attention_pattern) != (model.sliding_window is not None):
+        other = "is missing" if model.sliding_window is None else f"is {model.sliding_window}"
+        yield (
+            f"model.attention_pattern is {list(model.attention_pattern)} but sliding_window {other}: give local layers and "
+            "their window, or neither"
+        )
+    if model.local_rope_theta is not None and model.sliding_window is None:
+        yield f"model.local_rope_theta is {model.local_rope_theta:g} but no layer has a sliding window: leave it out"
+    if not model.norm_bias and model.norm == "rmsnorm":
+        yield "model.norm_bias is false but rmsnorm never has biases: leave it out"
+    if not model.qk_norm and model.qk_norm_over != "head":
+        yield f"model.qk_norm_over is {model.qk_norm_over} but qk_norm is false: leave it out, or try qk_norm: true"
+    if model.parallel_residual != "none" and model.norm_placement != "pre":
+        yield f"model.norm_placement is {model.norm_placement} but with parallel_residual it must be pre: try pre"
     if model.positions == "learned" and model.max_positions is None:
         yield "model.max_positions is missing but positions: learned needs a table of that length: try 2048"
     if model.rope_scaling is not None:

@@ -36,7 +36,12 @@ def elements(weights: Iterable[WeightShape]) -> int:
 
 
 def norm(model: Model) -> WeightShape:
-    return WeightShape(model.hidden, 2 if model.norm == "layernorm" else 1, matmul=False)
+    return WeightShape(model.hidden, 2 if model.norm == "layernorm" and model.norm_bias else 1, matmul=False)
+
+
+def norms(model: Model) -> list[WeightShape]:
+    """Of one layer, those of queries and keys left out."""
+    return [norm(model)] * (4 if model.norm_placement == "both" else 1 if model.parallel_residual == "one_norm" else 2)
 
 
 def attention(model: Model) -> list[WeightShape]:
@@ -47,6 +52,8 @@ def attention(model: Model) -> list[WeightShape]:
     weights = [WeightShape(rows, h, cut) for rows, cut in (q, kv, kv)] + [WeightShape(h, model.q_dim, "width")]
     if model.qkv_bias:
         weights += [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv, kv)]
+    if model.qk_norm and model.qk_norm_over == "all":
+        return weights + [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv)] + bias
     return weights + [WeightShape(model.head_dim, matmul=False, partial=True)] * (2 * model.qk_norm) + bias
 
 
@@ -98,7 +105,7 @@ def shared_expert(model: Model) -> list[WeightShape]:
 
 def layer_weights(model: Model, moe: bool) -> list[WeightShape]:
     """Of one layer, routed experts left out."""
-    trunk = [*attention(model), norm(model), norm(model)]
+    trunk = [*attention(model), *norms(model)]
     return [*trunk, *(router(model) + shared_expert(model) if moe else mlp(model, model.ffn))]
 
 

@@ -15,9 +15,10 @@ from ultrascale.cost.memory.states import RankParameters, fp8_on_rank, on_rank
 from ultrascale.cost.stages import share_of
 from ultrascale.cost.traffic import of_stage
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=256)
 QKV_OUT, MLP = 64 * (64 + 2 * 32) + 64 * 64, 3 * 64 * 192  # head_dim 16

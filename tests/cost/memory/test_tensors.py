@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.specs.blocks import MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Memory
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.model import Model, MoE
+from ultrascale.specs.model import Model
 
 R = 2 * 1024 * 512
 W = 3 * R

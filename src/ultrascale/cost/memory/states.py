@@ -101,8 +101,16 @@ def fused_blocks_problem(model: Model, seq: int) -> str | None:
     """What keeps a model's whole layers from being fused, in words; None: nothing does."""
     if model.moe is not None:
         return f"{model.name} has experts"
+    if model.mla is not None:
+        return f"{model.name} has latent attention"
     if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
         return f"{model.name} is not of RMSNorm, SwiGLU and rotary positions"
+    if model.norm_placement != "pre" or model.parallel_residual != "none" or model.residual_scale != 1:
+        return f"norms and residuals of {model.name} are not Llama's"
+    if model.rotary_dim is not None or model.rope_pattern or model.local_rope_theta is not None:
+        return f"{model.name} does not rotate all layers and heads alike"
+    if model.attention_scale is not None or model.attention_softcap is not None:
+        return f"attention scores of {model.name} are scaled or capped"
     if model.qkv_bias or model.attention_output_bias or model.mlp_bias or model.qk_norm:
         return f"{model.name} has biases, or norms of queries and keys"
     if model.sliding_window is not None and model.sliding_window < seq:

@@ -1,0 +1,101 @@
+"""Self-attention of a layer: projections of queries, keys and values, rotation, causal attention, output projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+
+from ultrascale.model import flex
+from ultrascale.model.attention import causal_attention, softcapped_attention
+from ultrascale.model.operators import RMSNorm
+from ultrascale.model.rotary import Rope, rotate
+from ultrascale.specs.model import Model
+
+Mask = Any
+"""an attention mask: a Tensor that is added to scores, or a BlockMask on a GPU"""
+
+
+class MultiLinear(nn.Module):
+    """Several linear layers with one input, so that the input is gathered or cast once."""
+
+    def __init__(self, width: int, outputs: Mapping[str, int], bias: bool) -> None:
+        super().__init__()
+        for name, output in outputs.items():
+            self.add_module(name, nn.Linear(width, output, bias=bias))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.children())
+
+
+class CausalAttention(nn.Module):
+    """Causal attention: q [b, s, heads, d], k [b, s, kv_heads, d] and v [b, s, kv_heads, dv] -> [b, s, heads, dv].
+
+    `bias` [b, 1, s, s] is added to the scores: 0 for pairs that attend, minus infinity for all others. A block mask in its
+    place is the complete mask, including the window.
+    """
+
+    def __init__(self, sliding_window: int | None = None, scale: float | None = None, softcap: float | None = None) -> None:
+        super().__init__()
+        self.sliding_window, self.scale, self.softcap = sliding_window, scale, softcap
+        self.backends: list[SDPBackend] = []
+        """backends of torch's attention on a GPU, the fastest first (kernels/autotune.py); empty: torch's own order"""
+        self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """a faster kernel to use instead of torch's backends"""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if isinstance(bias, BlockMask):
+            return flex.attend(q, k, v, bias, scale, self.softcap)
+        length = q.shape[1]
+        mask = bias
+        if self.sliding_window is not None and self.sliding_window < length:
+            near = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            near = near.tril().triu(1 - self.sliding_window)  # a token attends to itself and the window - 1 before it
+            mask = near if bias is None else bias.masked_fill(~near, -math.inf)
+        if self.softcap is not None:
+            return softcapped_attention(q, k, v, scale, self.softcap, mask)
+        if mask is None and self.kernel is not None:
+            return self.kernel(q, k, v)
+        if mask is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            return causal_attention(q, k, v, scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        causal: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": True}
+        if mask is None and self.backends:
+            with sdpa_kernel(self.backends, set_priority=True):
+                return F.scaled_dot_product_attention(q, k, v, **causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, **causal).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention."""
+
+    def __init__(self, model: Model, layer: int) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.qkv = MultiLinear(model.hidden, {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}, model.qkv_bias)
+        self.norms_heads = model.qk_norm_over == "head"
+        """queries and keys are normed head by head; False: all heads together"""
+        widths = (model.head_dim, model.head_dim) if self.norms_heads else (model.q_dim, model.kv_dim)
+        self.q_norm, self.k_norm = (RMSNorm(width, model.norm_eps) if model.qk_norm else None for width in widths)
+        self.core = CausalAttention(model.window(layer), model.score_scale, model.attention_softcap)
+        self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
+
+    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
+        q, k, v = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        heads = self.core(q, k, v) if bias is None else self.core(q, k, v, bias)
+        out: Tensor = self.out(heads.flatten(-2))
+        return out
