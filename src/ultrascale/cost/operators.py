@@ -60,24 +60,27 @@ class LayerTime:
         return self.matmul + self.attention + self.memory_bound + self.launch
 
 
-def attention_matmuls(model: Model, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
+def attention_matmuls(job: Job, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
+    model = job.model
     tp, h = columns.tp, np.asarray(float(model.hidden))
     kv_cut = np.minimum(tp, model.kv_heads)
     if model.mla is None:
         qkv = model.q_dim / tp + 2 * model.kv_dim / kv_cut
         return [Matmul("qkv", tokens, qkv, h), Matmul("attention output", tokens, h, model.q_dim / tp)]
     mla, query = model.mla, model.heads * model.qk_head_dim / tp
+    # Every rank has whole down-projections; in our engine they see its slice of the sequence.
+    own = tokens / columns.sequence_cut if job.framework.exact_memory_trace else tokens
     latent = np.asarray(float(mla.kv_lora_rank + mla.qk_rope_head_dim))
     expand = model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp
     matmuls = [
-        Matmul("kv down", tokens, latent, h),
+        Matmul("kv down", own, latent, h),
         Matmul("kv up", tokens, expand, np.asarray(float(mla.kv_lora_rank))),
     ]
     if mla.q_lora_rank is None:
         matmuls.append(Matmul("q", tokens, query, h))
     else:
         rank = np.asarray(float(mla.q_lora_rank))
-        matmuls += [Matmul("q down", tokens, rank, h), Matmul("q up", tokens, query, rank)]
+        matmuls += [Matmul("q down", own, rank, h), Matmul("q up", tokens, query, rank)]
     return [*matmuls, Matmul("attention output", tokens, h, model.heads * mla.v_head_dim / tp)]
 
 
@@ -89,7 +92,7 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
 
 def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
-    matmuls = attention_matmuls(model, columns, tokens)
+    matmuls = attention_matmuls(job, columns, tokens)
     if not moe:
         return matmuls + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None

@@ -186,15 +186,32 @@ def _tensor(stage: Stage) -> Calls:
         kept_slices = 0 if gathered else stage.layers + dense
         gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered else 2) * head
         narrow = _narrow_gathers(stage)
+        scatters = 2 * regions + left + stage.embedding + head
+        if inside.latents:
+            full = stage.layers - stage.kept_layers if layout.recompute == "full" else 0
+            gathers -= 2 * stage.layers + full
+            scatters -= stage.layers
+            for latent in inside.latents:
+                # The rotated key is no part of a GEMM: selective recomputation gathers it too.
+                again = stage.layers if latent.gathered_again else 0
+                repeated = full if latent.gathered_again else _forwards(stage, stage.layers, stage.kept_layers) - stage.layers
+                yield latent.gather, gas * (stage.layers + again + repeated)
+                yield latent.scatter, gas * stage.layers
         yield inside.gather, gas * gathers + _gathers_again(stage) - narrow
         if narrow:
             inner = gas * communication.SUBLAYERS * stage.fp8_layers
             yield inside.narrow_gather, narrow
             yield inside.scales, inner + gas * communication.SUBLAYERS * _recomputed_fp8_layers(stage)
             yield inside.agreement, inner
-        yield inside.scatter, gas * (2 * regions + left + stage.embedding + head)
+        yield inside.scatter, gas * scatters
     else:
-        yield inside.reduce, gas * (2 * regions + left + stage.embedding + head)
+        yield inside.reduce, gas * (2 * regions + left + stage.embedding + head - stage.layers * bool(inside.latents))
+        for latent in inside.latents:
+            yield latent.reduce, gas * stage.layers
+    if job.model.qk_norm and job.model.qk_norm_over == "all" and job.framework.exact_memory_trace:
+        # Sums of squares of all heads, of queries and of keys, in forward and backward.
+        sums = transfer(stage.machine, "tensor", "all_reduce", FP32 * stage.row.tokens(job.seq), stage.work.places.tensor)
+        yield sums, 2 * gas * (_forwards(stage, stage.layers, stage.kept_layers) + stage.layers)
     if head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)

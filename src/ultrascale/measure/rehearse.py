@@ -344,6 +344,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp
     scores = flops.score_flops(model, job.seq, causal=True) * tokens / layout.tp
+    if model.mla is not None:  # values are padded to keys' width
+        scores *= 2 * model.qk_head_dim / (model.qk_head_dim + model.v_head_dim)
     if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later parts of the sequence attend to more of it
         scores *= (2 * place.cp + 1) / layout.cp
     total = 3 * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
@@ -360,7 +362,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
-            down = 0.0 if moe or not job.framework.stops_early else matmuls.get("mlp down", 0.0)
+            stops_early = job.framework.stops_early and model.norm_placement == "pre"
+            down = 0.0 if moe or not stops_early else matmuls.get("mlp down", 0.0)
             again = sum(matmuls.values()) + scores - down
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)

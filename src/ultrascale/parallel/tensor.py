@@ -226,18 +226,38 @@ class SharedKey(nn.Module):
 class TensorParallelRMSNorm(RMSNorm):
     """An RMSNorm over all heads, of which each rank has its own: one sum per token is all-reduced in forward and backward."""
 
-    def __init__(self, plain: RMSNorm, axis: Axis, width: int) -> None:
+    def __init__(self, plain: RMSNorm, axis: Axis) -> None:
         nn.Module.__init__(self)  # not RMSNorm's: the plain module's parameter is taken over
         self.weight, self.eps, self.axis = plain.weight, plain.eps, axis
-        self.width = width
-        """of all heads"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.eps is not None
+        out: torch.Tensor = _TensorParallelRMSNorm.apply(x, self.weight, self.eps, self.axis)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _TensorParallelRMSNorm(torch.autograd.Function):
+    """Saves its input and one scale per token, as the plain norm."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, axis):  # type: ignore[no-untyped-def]
         wide = at_least_fp32(x)
-        copies = x.shape[-1] * self.axis.size / self.width  # ranks that have the same heads
-        total = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.axis), self.axis) / copies
-        return (wide * torch.rsqrt(total / self.width + self.eps) * at_least_fp32(self.weight)).to(x.dtype)
+        # Of all ranks' heads, of which several ranks may have the same.
+        elements = x.shape[-1] * axis.size
+        total = comm.all_reduce(wide.square().sum(-1, keepdim=True), axis)
+        scale = torch.rsqrt(total / elements + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.axis, ctx.elements = axis, elements
+        return (wide * scale * at_least_fp32(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, scale = ctx.saved_tensors
+        unit, wide_grad = at_least_fp32(x) * scale, at_least_fp32(grad)
+        grad_weight = (wide_grad * unit).flatten(0, -2).sum(0)
+        grad_unit = wide_grad * at_least_fp32(weight)
+        mean = comm.all_reduce((grad_unit * unit).sum(-1, keepdim=True), ctx.axis) / ctx.elements
+        return (scale * (grad_unit - unit * mean)).to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
 class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
@@ -393,9 +413,9 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
         else:
             attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
             if not attention.norms_heads and axis.size > 1:
+                norms = (attention.q_norm, attention.k_norm)
                 attention.q_norm, attention.k_norm = (
-                    None if norm is None else TensorParallelRMSNorm(norm, axis, width)
-                    for norm, width in ((attention.q_norm, model.model.q_dim), (attention.k_norm, model.model.kv_dim))
+                    None if one is None else TensorParallelRMSNorm(one, axis) for one in norms
                 )
         attention.out = RowParallelLinear(attention.out, axis, gathered, deferred)
         block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)

@@ -273,8 +273,10 @@ class ChunkMemory:
             each = layer.recomputed
             if self.job.framework.exact_memory_trace:
                 change = np.where(fused, 0.0, 2 * (self.full_sequence - self.residual))
-                for name in ("q, k before norm", "switched output", "copies of k, v"):
+                for name in ("q, k before norm", "switched output", "copies of k, v", "outputs before norms"):
                     change = change - layer.modules.get(name, 0.0)
+                if self.job.model.mla is not None:  # what pads values for the kernel, and its output for keys' width
+                    change = change - activations.value_padding(self.job, self.columns)
                 if moe:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
