@@ -136,7 +136,6 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
 
 
 def value_padding(job: Job, columns: LayoutColumns) -> Array:
-    """Of latent attention in our engine: zeros beside values, and the kernel's output, which is as wide as keys."""
     model, each = job.model, compute_bytes(job) * columns.tokens(job.seq) * job.model.heads / columns.tp
     switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
     return np.asarray(each * (model.qk_head_dim - model.v_head_dim + np.where(switches, 0, model.qk_head_dim)))

@@ -275,8 +275,7 @@ class ChunkMemory:
                 change = np.where(fused, 0.0, 2 * (self.full_sequence - self.residual))
                 for name in ("q, k before norm", "switched output", "copies of k, v", "outputs before norms"):
                     change = change - layer.modules.get(name, 0.0)
-                if self.job.model.mla is not None:  # what pads values for the kernel, and its output for keys' width
-                    change = change - activations.value_padding(self.job, self.columns)
+                change = change - self.value_padding
                 if moe:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
@@ -284,6 +283,11 @@ class ChunkMemory:
         # Operands of fp8 weight gradients are kept in fp8.
         whole = self.layers[0].saved.whole if self.layers else 0.0
         return np.asarray(total - (1 - 1 / compute_bytes(self.job)) * self.fp8_layers(done) * whole)
+
+    @cached_property
+    def value_padding(self) -> Array:
+        """Of a layer with latent attention: zeros beside values, and the kernel's output, which is as wide as keys."""
+        return activations.value_padding(self.job, self.columns) if self.job.model.mla is not None else 0.0 * self.full_sequence
 
     def fp8_layers(self, done: Array) -> Array:
         """Of so many layers in the order of backward, those in fused fp8 blocks: neither the model's first nor its last."""
