@@ -44,14 +44,14 @@ class _SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        root = F.relu(x)
+        root: Tensor = F.relu(x)
         ctx.save_for_backward(root)
         return root.square()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (root,) = ctx.saved_tensors
+        root: Tensor = ctx.saved_tensors[0]
         return (grad * root).mul_(2)
 
 
