@@ -147,6 +147,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("post-norm", {"tp": 2, "recompute": "selective"}),
     ("both-norms", {"recompute": "full", "gas": 2}),
     ("parallel", {"tp": 2, "sequence_parallel": False}),
+    ("gqa", {"adapter_rank": 16, "tp": 2}),
+    ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
 ]
 _EVERY: list[dict[str, Any]] = [
@@ -168,6 +170,11 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
         for fields in _EVERY
         if (model, fields) not in FAST
     ),
+    *(("gqa", {"adapter_rank": 16, **fields}) for fields in _EVERY if ("gqa", {"adapter_rank": 16, **fields}) not in FAST),
+    ("gqa", {"adapter_rank": 16, "adapter_targets": "qkv"}),
+    ("gqa", {"adapter_rank": 16, "cp": 2}),
+    ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 1, "gas": 2}),
+    ("gqa", {"adapter_rank": 16, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("four-words", {"pp": 2, "gas": 4, "schedule": "interleaved", **TWO}),
     ("four-words", {"pp": 2, "tp": 2, "gas": 4, "recompute": "full"}),
     ("gqa", {}),

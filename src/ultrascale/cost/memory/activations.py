@@ -71,7 +71,7 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
         modules["mlp input"] = modules["mlp input"] * (model.parallel_residual != "one_norm")
     if model.norm_placement == "both":
         modules["outputs before norms"] = 2 * normed
-    if job.adapter_rank is not None:
+    if job.adapter_rank is not None and job.adapter_targets == "qkv":
         # A frozen GEMM needs no input in backward; adapters need theirs, flash attention its output.
         down_input = operand_bytes(job) * tokens * model.ffn / columns.tp
         modules |= {"mlp input": 0.0 * operand, "mlp activation": modules["mlp activation"] - down_input}
@@ -328,7 +328,7 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     for this chunk and the next, and gradients before they are scattered; in backward both gradients once more as they leave.
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
-    weight, chunk = model.vocab * model.hidden / columns.tp, loss_chunk(job, columns)
+    weight, chunk = model.vocab * model.hidden / columns.tp * (job.adapter_rank is None), loss_chunk(job, columns)
     saved = norm + FP32 * weight
     residual = b * tokens * model.hidden / columns.sequence_cut
     gathered = b * model.hidden * (np.minimum(tokens, 2 * LOSS_CHUNK * columns.tp) + chunk)
