@@ -121,7 +121,8 @@ def train(
 
     Sections: [cyan]layout.[/] dp tp pp cp zero sequence_parallel data_parallel context_parallel schedule virtual_stages mbs gas
     recompute offload; [cyan]train.[/] steps seed lr lr_schedule warmup_steps weight_decay clip eval_every data compress log …;
-    [cyan]job.[/] seq batch_tokens precision gradients optimizer; [cyan]checkpoint.[/] every keep background save.
+    [cyan]job.[/] seq batch_tokens precision gradients optimizer adapter_rank adapter_targets; [cyan]checkpoint.[/] every keep
+    background save.
     """
     from ultrascale.launch import launcher
     from ultrascale.launch.rank_info import rank_info_from_env
