@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DEVICES = ("meta", "cuda")
 KERNELS = ("fused", "eager")
 STATES = ("parameters", "master", "gradients", "optimizer")
-TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")
+TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "muon", "bookkeeping")
 EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less"
 COMPILED = "blocks run operator by operator, which torch.compile would fuse: they hold more for a moment than it would"
 BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"

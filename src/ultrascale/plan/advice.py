@@ -15,7 +15,7 @@ from ultrascale.specs.errors import SpecError, divisors
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB, seconds
@@ -166,7 +166,7 @@ def lora_gib(job: Job, layout: Layout) -> float:
     memory = found.memory[found.peak_stage].memory
     mlp = 0 if model.moe is not None else (3 if model.gated else 2) * (model.hidden + model.ffn)
     widths = 2 * (model.hidden + model.q_dim) + 2 * (model.hidden + model.kv_dim) + mlp
-    each = compute_bytes(job) + FP32 + gradient_bytes(job) + OPTIMIZERS[job.optimizer].state_bytes
+    each = compute_bytes(job) + FP32 + gradient_bytes(job) + job.state_bytes
     adapters = LORA_RANK * widths * model.layers / (layout.pp * layout.tp) * each
     frozen = memory.parameters or compute_bytes(job) * model.parameters / layout.gpus
     return (frozen + memory.activations + memory.buffers + memory.runtime + adapters) / GIB

@@ -25,15 +25,26 @@ class OptimizerSpec:
     """of its states per parameter"""
     moments: tuple[str, ...] | None = None
     """the states by torch's names; None: the engine has no such optimizer, the planner does (train/optimizer.py builds it)"""
+    matrices: OptimizerSpec | None = None
+    """what steps hidden matrices (specs/weights.py), where it is not what steps all other weights"""
+
+    @property
+    def all_moments(self) -> tuple[str, ...]:
+        return (self.moments or ()) + ((self.matrices.moments or ()) if self.matrices is not None else ())
+
+    def of(self, is_hidden_matrix: bool) -> OptimizerSpec:
+        """What steps such a weight."""
+        return self.matrices if is_hidden_matrix and self.matrices is not None else self
 
 
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same in bf16 or in 8 bits (Dettmers 2022), one
-# fp32 moment for Muon and momentum.
+# fp32 moment for momentum and for Muon's matrices (Jordan 2024).
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(8, ("exp_avg", "exp_avg_sq")),
+    "adamw": OptimizerSpec(8, ADAMW_MOMENTS),
     "adamw-bf16": OptimizerSpec(4),
     "adamw-8bit": OptimizerSpec(2),
-    "muon": OptimizerSpec(4),
+    "muon": OptimizerSpec(8, ADAMW_MOMENTS, OptimizerSpec(4, ("momentum_buffer",))),
     "sgd-momentum": OptimizerSpec(4, ("momentum_buffer",)),
     "sgd": OptimizerSpec(0, ()),
 }
@@ -93,6 +104,12 @@ class Job(FrozenSpec):
     def sequences(self) -> int:
         """Sequences in one global batch: the nearest whole number, at least one."""
         return max(1, round(self.batch_tokens / self.seq))
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the optimizer's states per parameter, in the mean over the model."""
+        spec, matrices = OPTIMIZERS[self.optimizer], self.model.hidden_matrix_elements / self.model.parameters
+        return matrices * spec.of(True).state_bytes + (1 - matrices) * spec.state_bytes
 
     @property
     def peak_flops(self) -> float:
