@@ -84,5 +84,5 @@ def test_the_rate_is_that_of_the_step() -> None:
 
 
 def test_an_optimizer_it_does_not_have_is_refused() -> None:
-    problem = supported.job_problem(job_of("llama", optimizer="muon"))
-    assert problem == "job.optimizer is muon but the engine steps with adamw, sgd-momentum, sgd: try adamw"
+    problem = supported.job_problem(job_of("llama", optimizer="adamw-8bit"))
+    assert problem == "job.optimizer is adamw-8bit but the engine steps with adamw, muon, sgd-momentum, sgd: try adamw"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ultrascale.cost import flops
-from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost import flops, muon
+from ultrascale.cost.columns import LayoutColumns, rows_of
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
@@ -367,4 +367,5 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
         total += 3 * count * (sum(matmuls.values()) + scores) + recomputed * again
-    return total * layout.gas
+    of_stage = rows_of(share, slice(stage, stage + 1))
+    return total * layout.gas + float(muon.flops(job, row, of_stage)[0])

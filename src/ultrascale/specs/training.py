@@ -27,6 +27,9 @@ Fp8Scaling = Literal["tensor", "row", "block"]
 Fp8Keep = Literal["ends", "head", "none"]
 Fp8Gather = Literal["auto", "fp8", "bf16"]
 
+# Settings that one optimizer alone reads.
+OPTIMIZER_SETTINGS = {"muon_momentum": ("muon",), "muon_scale": ("muon",)}
+
 FP8_BLOCK = 128  # numbers that share a scale
 # What sizes of a weight, and tokens where a matmul sums over them, must be multiples of: the kernels' alignment. A row of
 # blocks of a weight must begin at 16 bytes, which four scales are.

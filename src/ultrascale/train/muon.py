@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,10 +37,13 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     x = matrices.mT if tall else matrices
     multiply, add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
     x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS))
+    gram, square = (x.new_empty(*x.shape[:-1], x.shape[-2]) for _ in range(2))
+    following = torch.empty_like(x)
     for _ in range(law.STEPS):
-        gram = multiply(x, x.mT)
-        gram = add(gram, gram, gram, beta=b, alpha=c)
-        x = add(x, gram, x, beta=a)
+        multiply(x, x.mT, out=gram)
+        add(gram, gram, gram, beta=b, alpha=c, out=square)
+        add(x, square, x, beta=a, out=following)
+        x, following = following, x
     return x.mT if tall else x
 
 
@@ -237,8 +239,8 @@ class Muon:
             for position, one in enumerate(matrices[begin:end], begin):
                 place, copy = divmod(position % turn, copies.size)
                 dealt[copy].append((members[place], one))
-            for one in dealt:
-                one.sort(key=lambda pair: pair[0])  # stable: matrices of a rank stay in order
+            for pairs in dealt:
+                pairs.sort(key=lambda pair: pair[0])  # stable: matrices of a rank stay in order
             here = dealt[copies.rank]
             sent = [(owner, one) for owner, one in here if one.rectangle(rank).elements and one.sender(rank, owner)]
             owned = [one for owner, one in here if owner == rank]
@@ -271,8 +273,9 @@ class Muon:
         """One round; each `yield` leaves a collective running while other rounds go on."""
         gathering = self._gather(exchange)
         yield
-        scattering = self._scatter(exchange, self._orthogonalized(exchange, gathering))
-        del gathering
+        wholes = gathering if isinstance(gathering, list) else self._wholes(exchange, gathering.wait())
+        del gathering  # and what was received
+        scattering = self._scatter(exchange, _orthogonalized(wholes))
         yield
         flat = scattering.wait()
         del scattering
@@ -298,14 +301,6 @@ class Muon:
 
     def _empty(self) -> Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.mesh.device)
-
-    def _orthogonalized(self, exchange: Exchange, gathering: AsyncCollective[Tensor] | list[Tensor]) -> list[Tensor]:
-        wholes = gathering if isinstance(gathering, list) else self._wholes(exchange, gathering.wait())
-        found = list[Tensor]()
-        for _, alike in groupby(wholes, lambda one: one.shape):
-            matrices = list(alike)
-            found += [newton_schulz(matrices[0])] if len(matrices) == 1 else newton_schulz(torch.stack(matrices)).unbind()
-        return found
 
     @staticmethod
     def _wholes(exchange: Exchange, flat: Tensor) -> list[Tensor]:
@@ -346,6 +341,22 @@ class Muon:
                 decay = training.weight_decay if one.weight.shard.decays else 0.0
                 scale = update_scale(training.muon_scale, *one.shape)
                 master.mul_(1 - learning_rate * decay).add_(update.to(master.device), alpha=-learning_rate * scale)
+
+
+def _orthogonalized(wholes: list[Tensor]) -> list[Tensor]:
+    """Those of one shape together. The list is emptied, so that a stack and the matrices in it are not both live for long."""
+    found = list[Tensor]()
+    while wholes:
+        alike = [wholes.pop(0)]
+        while wholes and wholes[0].shape == alike[0].shape:
+            alike.append(wholes.pop(0))
+        if len(alike) == 1:
+            found.append(newton_schulz(alike.pop()))
+            continue
+        stack = torch.stack(alike)
+        alike.clear()
+        found += newton_schulz(stack).unbind()
+    return found
 
 
 def _is_cut(one: Matrix, members: Sequence[int]) -> bool:

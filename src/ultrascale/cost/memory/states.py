@@ -222,6 +222,8 @@ class RankParameters:
     """the same as FSDP groups it: without experts where ep cuts them, which are a group of their own"""
     padding: Array
     """of these, what only makes rows divide among shards"""
+    matrices: Array
+    """of trunk, hidden matrices, which Muon steps; experts are such matrices too"""
 
     @property
     def total(self) -> Array:
@@ -249,6 +251,7 @@ def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Arra
         layer=np.maximum(dense_layer, moe_layer),
         block=np.maximum(dense_layer, moe_block),
         padding=trunk + experts - unpadded,
+        matrices=_of_layers(model, columns, share, shards, lambda weight: weight.is_hidden_matrix),
     )
 
 
@@ -313,6 +316,9 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
         return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
+    spec, held = OPTIMIZERS[job.optimizer], sharded(1.0, zero >= 1)
+    matrices = np.where(zero >= 1, params.matrices / shards + params.experts / expert_shards, params.matrices + params.experts)
+    optimizer = spec.state_bytes * held + (spec.of(is_hidden_matrix=True).state_bytes - spec.state_bytes) * matrices
     keeps = columns.keep_gathered == 1
     compute, optimizer_sharded = compute_bytes(job), zero >= 1
     # ZeRO-3 that keeps its layers gathered holds the whole copy through the step, as ZeRO-2 does.
@@ -351,7 +357,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
         master=np.where(on_gpu, trained * master, 0.0),
         gradients=trained * gradients,
-        optimizer=np.where(on_gpu, trained * sharded(OPTIMIZERS[job.optimizer].state_bytes, optimizer_sharded), 0.0),
+        optimizer=np.where(on_gpu, trained * optimizer, 0.0),
     )
 
 
