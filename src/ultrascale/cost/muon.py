@@ -132,12 +132,26 @@ class StackedMatrices:
     bytes: int
     """of an element on its way"""
 
-    def transfers(self, machine: ClusterRates, calls: Array | int = 1) -> Iterator[CollectiveTransfer]:
-        """Parts gathered, results scattered, and results sent to the other copies, in so many equal calls of each."""
-        each, copies = self.bytes / calls * np.ones(len(self.stage.size)), self.copies.size
-        yield transfer(machine, "muon", "all_to_all", each * self.sent, self.stage)
-        yield transfer(machine, "muon", "all_to_all", each * self.results, self.stage)
-        yield transfer(machine, "muon", "all_gather", each * copies * self.copied, self.copies)
+    @property
+    def elements(self) -> tuple[Array, Array, Array]:
+        """That the first rank sends to be gathered, scatters, and all-gathers with the other copies of the stage."""
+        return self.sent, self.results, self.copies.size * self.copied
+
+    def transfers(self, machine: ClusterRates, elements: Sequence[Array]) -> Iterator[CollectiveTransfer]:
+        """Of so many elements each."""
+        gathered, results, copied = (self.bytes * np.asarray(each, dtype=float) for each in elements)
+        yield transfer(machine, "muon", "all_to_all", gathered, self.stage)
+        yield transfer(machine, "muon", "all_to_all", results, self.stage)
+        yield transfer(machine, "muon", "all_gather", copied, self.copies)
+
+    def calls(self, machine: ClusterRates) -> Iterator[tuple[CollectiveTransfer, int]]:
+        """Of one layout: the mean of each kind of call, and how many there are."""
+        sizes = np.asarray([one.elements for one in self.by_round()])[:, :, 0]
+        counts = (sizes > 0).sum(axis=0)
+        means = (sizes.sum(axis=0) / np.maximum(1, counts))[:, None]
+        for moved, count in zip(self.transfers(machine, [*means]), counts, strict=True):
+            if count:
+                yield moved, int(count)
 
     @cached_property
     def sent(self) -> Array:
@@ -239,6 +253,7 @@ class _RoundBytes:
 
     gathering: float
     iterating: float
+    results: float
     scattering: float
     copying: float
 
@@ -255,16 +270,19 @@ class _RoundBytes:
         received, copies = total(lambda kind: kind.of_copy * kind.piece), int(one.copies.size[0])
         sent, results, copied = (one.bytes * float(each[0]) for each in (one.sent, one.results, one.copied))
         # Two buffers of the matrices and two of their Gram matrices.
-        return cls(sent + owned, 2 * owned + 2 * gram, results + received, (1 + copies) * copied if copies > 1 else received)
+        return cls(
+            sent + owned, 2 * owned + 2 * gram, owned, results + received, (1 + copies) * copied if copies > 1 else received
+        )
 
 
 def step_buffers(job: Job, columns: LayoutColumns, share: RankShare) -> float:
     """Bytes that a step of the first rank of one layout's stage takes beyond the states: four rounds run at a time."""
-    nothing = [_RoundBytes(0.0, 0.0, 0.0, 0.0)] * 3
+    nothing = [_RoundBytes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3
     each = [_RoundBytes.of(one) for stack in stacks(job, columns, share) for one in stack.by_round()]
     most, rounds = 0.0, [*nothing, *each, *nothing]
     for third, second, first, new in zip(rounds, rounds[1:], rounds[2:], rounds[3:], strict=False):
-        iterates = new.gathering + first.iterating + second.scattering + third.copying
+        iterating = max(first.iterating, first.results + first.scattering)
+        iterates = new.gathering + iterating + second.scattering + third.copying
         most = max(most, iterates, new.gathering + first.scattering + second.copying + third.copying)
     return most
 
@@ -288,7 +306,8 @@ def time(work: Workload, share: RankShare) -> MuonTime:
                 machine.matmul_s(short, n, k, in_fp8=False) for n, k in ((short, long), (short, short), (long, short))
             )
             own = own + one.owned * STEPS * (gram + square + product)
-        sent = stack.rounds * sum(each.time_s for each in stack.transfers(machine, stack.rounds))
+        each = [elements / stack.rounds for elements in stack.elements]
+        sent = stack.rounds * sum(one.time_s for one in stack.transfers(machine, each))
         alone = sent / stack.rounds  # the first gather and the last results
         hidden = exposed(sent - alone, job.framework.overlap * own, machine.efficiency)
         compute, wait = compute + own, wait + alone + hidden

@@ -152,8 +152,7 @@ def calls_of(stage: Stage) -> Calls:
     if layout.data_ranks > 1:
         yield from _zero(stage) if layout.zero else _data(stage)
     for stack in muon.stacks(stage.job, stage.row, stage.share):
-        for one in stack.by_round():
-            yield from ((moved, 1) for moved in one.transfers(stage.machine) if moved.buffer_bytes[0])
+        yield from stack.calls(stage.machine)
 
 
 def _recompute_entries(stage: Stage) -> tuple[int, int]:
