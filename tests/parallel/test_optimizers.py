@@ -97,3 +97,37 @@ ZERO_BUBBLE = {"pp": 2, "schedule": "zero-bubble", "gas": 4}
 def test_muon(model: str, fields: dict[str, Any]) -> None:
     """Matrices are gathered from whatever cuts them, and orthogonalised once."""
     check(model, "muon", **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("llama", {"dp": 2, "zero": 3}),
+        *(
+            pytest.param(*one, marks=slow)
+            for one in (
+                ("narrow", {"dp": 4, "zero": 3}),
+                ("tied", {**ZERO_BUBBLE, "dp": 2, "tp": 2, "zero": 1}),
+                ("two-experts", {"dp": 8, "ep": 2, "zero": 3}),
+                ("qwen2-moe", {"dp": 4, "ep": 2, "tp": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_adamw_with_moments_in_bf16(model: str, fields: dict[str, Any]) -> None:
+    """The random bits are the same; what is 10⁻⁷ apart before rounding is seldom an ulp of bf16, 2⁻⁸, apart after it."""
+    check(model, "adamw-bf16", 1e-4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        pytest.param("llama", {"tp": 2}, marks=slow),
+        pytest.param("qwen2-moe", {"dp": 4, "ep": 2, "tp": 2, "zero": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_lion(model: str, fields: dict[str, Any]) -> None:
+    """Steps of one size: a sign that rounding turned would be seen as 6·10⁻³."""
+    check(model, "lion", **fields)

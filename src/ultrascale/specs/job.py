@@ -14,7 +14,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.validate import FrozenSpec, build
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
-Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum", "sgd"]
+Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "lion", "sgd-momentum", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class OptimizerSpec:
     """of its states per parameter"""
     moments: tuple[str, ...] | None = None
     """the states by torch's names; None: the engine has no such optimizer, the planner does (train/optimizer.py builds it)"""
+    in_bf16: bool = False
+    """its states are in bf16, not in fp32"""
     matrices: OptimizerSpec | None = None
     """what steps hidden matrices (specs/weights.py), where it is not what steps all other weights"""
 
@@ -39,12 +41,13 @@ class OptimizerSpec:
 
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same in bf16 or in 8 bits (Dettmers 2022), one
-# fp32 moment for momentum and for Muon's matrices (Jordan 2024).
+# fp32 moment for momentum, for Muon's matrices (Jordan 2024) and for Lion (Chen 2023).
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(8, ADAMW_MOMENTS),
-    "adamw-bf16": OptimizerSpec(4),
+    "adamw-bf16": OptimizerSpec(4, ADAMW_MOMENTS, in_bf16=True),
     "adamw-8bit": OptimizerSpec(2),
-    "muon": OptimizerSpec(8, ADAMW_MOMENTS, OptimizerSpec(4, ("momentum_buffer",))),
+    "muon": OptimizerSpec(8, ADAMW_MOMENTS, matrices=OptimizerSpec(4, ("momentum_buffer",))),
+    "lion": OptimizerSpec(4, ("exp_avg",)),
     "sgd-momentum": OptimizerSpec(4, ("momentum_buffer",)),
     "sgd": OptimizerSpec(0, ()),
 }

@@ -59,8 +59,10 @@ class Training(FrozenSpec):
     lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
     decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
     weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="of matrices alone; decoupled with AdamW")
-    beta1: float = Field(0.9, ge=0, lt=1, strict=True, description="Adam's decay of the mean gradient; momentum of SGD")
-    beta2: float = Field(0.95, ge=0, lt=1, strict=True, description="Adam's decay of the mean squared gradient")
+    beta1: float = Field(0.9, ge=0, lt=1, strict=True, description="decay of the mean gradient (AdamW, Lion); momentum of SGD")
+    beta2: float = Field(
+        0.95, ge=0, lt=1, strict=True, description="decay of the mean squared gradient (AdamW), of momentum (Lion)"
+    )
     eps: float = Field(1e-8, gt=0, le=1, strict=True, description="Adam's term below the fraction")
     muon_momentum: float = Field(0.95, ge=0, lt=1, strict=True, description="Muon: Nesterov momentum of matrices")
     muon_scale: MuonScale = Field(

@@ -209,8 +209,12 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
     """Loads a checkpoint of any layout into an engine; `moving` is called after every part that was read."""
     group = own_group(engine)
     engine.optimizer.continued(0 if weights_alone else source.updates)
-    buffers = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
-    pieces = _states(engine, False, engine.optimizer.updates > 0, buffers)
+    optimizer, has_moments = engine.optimizer, engine.optimizer.updates > 0
+    buffers = {(id(weight), "model"): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
+    if has_moments and optimizer.spec.in_bf16:
+        moments = [(weight, name) for weight in engine.weights for name in optimizer.moments(weight)]
+        buffers |= {(id(weight), f"optimizer.{name}"): torch.empty(weight.master.shape) for weight, name in moments}
+    pieces = _states(engine, False, has_moments, buffers)
     rng_states = {} if weights_alone else _saved_rng_states(engine, source)
     try:
         load(pieces | rng_states, source.folder, source.files, group, moving)
@@ -220,13 +224,15 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
         if saved := rng_states.get("random", {}).get(name):
             torch.cuda.set_rng_state(saved.tensor()) if name.endswith("cuda") else torch.set_rng_state(saved.tensor())
     for weight in engine.weights:
-        if weight.is_split:
-            weight.set(buffers[id(weight)])
+        for name in ("model", *optimizer.moments(weight)):
+            buffer = buffers.get((id(weight), name if name == "model" else f"optimizer.{name}"))
+            if buffer is not None and weight.master.numel():
+                weight.set(buffer) if name == "model" else optimizer.set_moment(weight, name, buffer)
     for head, embedding in _tied_weights(engine):
         head.set(embedding.exact())
-        for name in engine.optimizer.moments(head) if engine.optimizer.updates else ():
-            engine.optimizer.moment(head, name).copy_(engine.optimizer.moment(embedding, name))
-    engine.optimizer.fill()
+        for name in optimizer.moments(head) if has_moments else ():
+            optimizer.set_moment(head, name, optimizer.moment(embedding, name))
+    optimizer.fill()
     if not weights_alone and source.loss_scale is not None and engine.scale.used:
         engine.scale.value, engine.scale.good = source.loss_scale, source.good_steps
 
@@ -252,10 +258,11 @@ def _allocate(states: Pieces, pinned: bool) -> torch.Tensor:
     return buffer
 
 
-def _states(engine: Engine, own: bool, moments: bool, buffers: Mapping[int, torch.Tensor] | None = None) -> Pieces:
+def _states(engine: Engine, own: bool, moments: bool, buffers: Mapping[tuple[int, str], torch.Tensor] | None = None) -> Pieces:
     """Weights of this rank, and moments; `own`: of those replicated on several ranks, only the ones that this rank writes.
 
-    Split masters are joined when they are read; with `buffers`, by id of the weight, they are loaded into these.
+    In fp32: split masters and moments in bf16 are converted when they are read, and loaded into `buffers`, by id of the weight
+    and section.
     """
     optimizer, pieces = engine.optimizer, Pieces()
     for number, weight in enumerate(engine.weights):
@@ -263,11 +270,12 @@ def _states(engine: Engine, own: bool, moments: bool, buffers: Mapping[int, torc
             continue
         stored = _stored_name(weight, engine)
         shape, sizes = weight.shard.shape, tuple(weight.master.shape)
-        buffer = None if buffers is None else buffers.get(id(weight))
-        tensors = {"model": weight.exact if buffer is None else partial(_itself, buffer)}
+        tensors: dict[str, Callable[[], torch.Tensor]] = {"model": weight.exact}
         if moments:
             tensors |= {f"optimizer.{name}": partial(optimizer.moment, weight, name) for name in optimizer.moments(weight)}
         for section, tensor in tensors.items():
+            if buffers is not None and (id(weight), section) in buffers:
+                tensor = partial(_itself, buffers[id(weight), section])
             pieces.setdefault(section, {}).setdefault(stored, TensorSlice(shape, weight.shard.offsets, sizes, tensor))
     return pieces
 

@@ -24,6 +24,7 @@ from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, forea
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import groups_up_to
+from ultrascale.train.elementwise import BF16AdamW, Lion
 from ultrascale.train.muon import Muon
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class Optimizer:
             self.scale_gradients(factor)
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
+        if isinstance(self.inner, BF16AdamW):
+            self.inner.updates = self.updates + 1
         for weights in self._groups():
             for weight in weights:
                 weight.master.grad = weight.gradient.to(weight.master)
@@ -170,8 +173,9 @@ class Optimizer:
         self._kernel.step(weights, self._step_inputs, (training.beta1, training.beta2), training.eps)
 
     def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
-        """Moments before the first update, in fp32 also for split masters."""
-        return {name: torch.zeros_like(weight.master, dtype=torch.float32) for name in self.moments(weight)}
+        """Moments before the first update."""
+        dtype = torch.bfloat16 if self.spec.of(self._is_matrix(weight)).in_bf16 else torch.float32
+        return {name: torch.zeros_like(weight.master, dtype=dtype) for name in self.moments(weight)}
 
     def _is_matrix(self, weight: Weight) -> bool:
         """Whether Muon steps it."""
@@ -186,9 +190,13 @@ class Optimizer:
         return states[weight.master]
 
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
+        """In fp32; a copy if it is kept in bf16."""
         moment = self._state(weight)[name]
         assert isinstance(moment, torch.Tensor)
-        return moment
+        return moment.float()
+
+    def set_moment(self, weight: Weight, name: str, values: torch.Tensor) -> None:
+        self._state(weight)[name].copy_(values)
 
     def continued(self, updates: int) -> None:
         """Sets the state to that after `updates` updates, with zero moments for the caller to fill."""
@@ -228,6 +236,10 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
         betas = (training.beta1, training.beta2)
         # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
+    if job.optimizer == "adamw-bf16":
+        return BF16AdamW(groups, training.lr, (training.beta1, training.beta2), training.eps, weights)
+    if job.optimizer == "lion":
+        return Lion(groups, training.lr, (training.beta1, training.beta2))
     assert job.optimizer in ("sgd", "sgd-momentum")  # train/supported.py refuses the others
     return torch.optim.SGD(groups, lr=training.lr, momentum=training.beta1 if job.optimizer == "sgd-momentum" else 0.0)
 
