@@ -10,6 +10,7 @@ from ultrascale.parallel.mesh import Shard
 from ultrascale.specs.layout import Layout
 from ultrascale.train import elementwise, supported
 from ultrascale.train.engine import Engine
+from ultrascale.train.optimizer import weight_decay
 
 LR, DECAY, BETA1, BETA2, EPS = 0.1, 0.2, 0.9, 0.95, 1e-8
 FIELDS = {"lr": LR, "weight_decay": DECAY, "clip": 0.0, "lr_schedule": "constant", "steps": 3, "beta1": BETA1, "eps": EPS}
@@ -102,6 +103,14 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
         kept = 1 - LR * decay(weight.shard.name)
         torch.testing.assert_close(weight.local, old * kept)
     assert sum(decay(weight.shard.name) == 0 for weight in trainer.weights) == 2 + 4 * (4 + 6)
+
+
+def test_embedding_and_head_need_not_decay() -> None:
+    found = engine("adamw", decay_embeddings=False)
+    decaying = {weight.shard.name for weight in found.weights if weight_decay(weight, found.training)}
+    assert decaying == {name for weight in found.weights if decay(name := weight.shard.name) and name.startswith("blocks.")}
+    groups = {group["weight_decay"]: len(group["params"]) for group in found.optimizer.inner.param_groups}
+    assert groups == {DECAY: len(decaying), 0.0: len(found.weights) - len(decaying)}
 
 
 def test_the_rate_is_that_of_the_step() -> None:

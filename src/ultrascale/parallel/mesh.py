@@ -259,11 +259,16 @@ class Shard:
         return slice(min(self.pieces.rank * each, count), min((self.pieces.rank + 1) * each, count))
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
+    def is_matrix(self) -> bool:
+        """Not a norm or a bias."""
         return len(self.shape) > 1
+
+    @property
+    def is_in_layer(self) -> bool:
+        """Neither of embedding nor of head."""
+        return self.name.startswith("blocks.")
 
     @property
     def is_hidden_matrix(self) -> bool:
         """Whether Muon steps it: matrices of layers, neither embedding nor head; a gate of one row is a vector."""
-        return len(self.shape) > 1 and min(self.shape[-2:]) > 1 and self.name.startswith("blocks.")
+        return self.is_matrix and self.is_in_layer and min(self.shape[-2:]) > 1

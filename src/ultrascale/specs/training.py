@@ -59,6 +59,7 @@ class Training(FrozenSpec):
     lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
     decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
     weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="of matrices alone; decoupled with AdamW")
+    decay_embeddings: bool = Field(True, strict=True, description="whether weight_decay applies to embedding and head too")
     beta1: float = Field(0.9, ge=0, lt=1, strict=True, description="decay of the mean gradient (AdamW, Lion); momentum of SGD")
     beta2: float = Field(
         0.95, ge=0, lt=1, strict=True, description="decay of the mean squared gradient (AdamW), of momentum (Lion)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,10 +56,20 @@ class BF16AdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, weights: Sequence[Weight]
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weights: Sequence[Weight],
+        tied: bool,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self.shards = {weight.master: weight.shard for weight in weights}
+        # A tied head on a stage of its own is a copy of the embedding, and has to stay one.
+        same = {"head.linear.weight": "embed.tokens.weight"} if tied else {}
+        self.shards = {
+            weight.master: replace(weight.shard, name=same.get(weight.shard.name, weight.shard.name)) for weight in weights
+        }
         self.updates = 0
         """with the one that `step` makes; set by the caller, which may step some weights after others"""
 

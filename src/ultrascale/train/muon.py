@@ -338,9 +338,10 @@ class Muon:
                 rectangle, master = one.rectangle(exchange.rank), one.view(one.weight.master)
                 update = flat[offset : offset + rectangle.elements].view(rectangle.shape)
                 offset += rectangle.elements
-                decay = training.weight_decay if one.weight.shard.decays else 0.0
                 scale = update_scale(training.muon_scale, *one.shape)
-                master.mul_(1 - learning_rate * decay).add_(update.to(master.device), alpha=-learning_rate * scale)
+                master.mul_(1 - learning_rate * training.weight_decay).add_(
+                    update.to(master.device), alpha=-learning_rate * scale
+                )
 
 
 def _orthogonalized(wholes: list[Tensor]) -> list[Tensor]:

@@ -168,7 +168,7 @@ class Optimizer:
                 moments.update(self._zero_moments(weight))
             tensors = weight.master, weight.gradient.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]
             copy = weight.local if weight.master is not weight.local else None
-            decay = training.weight_decay if weight.shard.decays else 0.0
+            decay = weight_decay(weight, training)
             weights.append(adamw_triton.AdamWTensors(*tensors, copy, decay))
         self._kernel.step(weights, self._step_inputs, (training.beta1, training.beta2), training.eps)
 
@@ -226,10 +226,17 @@ class Optimizer:
         return next((w.shard.name for w in self.weights if not bool(torch.isfinite(w.gradient).all())), None)
 
 
+def weight_decay(weight: Weight, training: Training) -> float:
+    """Of matrices; not of norms and biases."""
+    decays = weight.shard.is_matrix and (training.decay_embeddings or weight.shard.is_in_layer)
+    return training.weight_decay if decays else 0.0
+
+
 def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [w.master for w in weights if w.shard.decays == decays], "weight_decay": decay}
-        for decays, decay in ((True, training.weight_decay), (False, 0.0))
+    decays = {id(weight): weight_decay(weight, training) for weight in weights}
+    groups: list[dict[str, Any]] = [
+        {"params": [weight.master for weight in weights if decays[id(weight)] == decay], "weight_decay": decay}
+        for decay in dict.fromkeys((training.weight_decay, 0.0))
     ]
     groups = [group for group in groups if group["params"]]
     if job.optimizer in ("adamw", "muon"):
@@ -237,7 +244,8 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
         # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
     if job.optimizer == "adamw-bf16":
-        return BF16AdamW(groups, training.lr, (training.beta1, training.beta2), training.eps, weights)
+        betas, tied = (training.beta1, training.beta2), job.model.tied_embeddings
+        return BF16AdamW(groups, training.lr, betas, training.eps, weights, tied)
     if job.optimizer == "lion":
         return Lion(groups, training.lr, (training.beta1, training.beta2))
     assert job.optimizer in ("sgd", "sgd-momentum")  # train/supported.py refuses the others
