@@ -111,8 +111,11 @@ class Job(FrozenSpec):
     @property
     def state_bytes(self) -> float:
         """Of the optimizer's states per parameter, in the mean over the model."""
-        spec, matrices = OPTIMIZERS[self.optimizer], self.model.hidden_matrix_elements / self.model.parameters
-        return matrices * spec.of(True).state_bytes + (1 - matrices) * spec.state_bytes
+        spec = OPTIMIZERS[self.optimizer]
+        if spec.matrices is None:
+            return spec.state_bytes
+        matrices = self.model.hidden_matrix_elements / self.model.parameters
+        return matrices * spec.matrices.state_bytes + (1 - matrices) * spec.state_bytes
 
     @property
     def peak_flops(self) -> float:

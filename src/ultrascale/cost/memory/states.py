@@ -223,14 +223,16 @@ class RankParameters:
     padding: Array
     """of these, what only makes rows divide among shards"""
     matrices: Array
-    """of trunk, hidden matrices, which Muon steps; experts are such matrices too"""
+    """of trunk, hidden matrices, where the optimizer steps these otherwise; experts are such matrices too"""
 
     @property
     def total(self) -> Array:
         return np.asarray(self.trunk + self.experts)
 
 
-def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1) -> RankParameters:
+def on_rank(
+    model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1, count_matrices: bool = False
+) -> RankParameters:
     layer = per_layer(model, columns, shards)
     # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
     owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)
@@ -243,6 +245,9 @@ def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Arra
         for each in (layer.moe + layer.experts, layer.moe + np.where(columns.ep > 1, 0, layer.experts))
     )
     trunk, experts = share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends, share.moe_layers * layer.experts
+    matrices = np.zeros(len(columns))
+    if count_matrices:
+        matrices = _of_layers(model, columns, share, shards, lambda weight: weight.is_hidden_matrix)
     unpadded = on_rank(model, columns, share).total if np.any(np.asarray(shards) > 1) else trunk + experts
     return RankParameters(
         trunk=trunk,
@@ -251,7 +256,7 @@ def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Arra
         layer=np.maximum(dense_layer, moe_layer),
         block=np.maximum(dense_layer, moe_block),
         padding=trunk + experts - unpadded,
-        matrices=_of_layers(model, columns, share, shards, lambda weight: weight.is_hidden_matrix),
+        matrices=matrices,
     )
 
 
@@ -316,9 +321,12 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
         return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
-    spec, held = OPTIMIZERS[job.optimizer], sharded(1.0, zero >= 1)
-    matrices = np.where(zero >= 1, params.matrices / shards + params.experts / expert_shards, params.matrices + params.experts)
-    optimizer = spec.state_bytes * held + (spec.of(is_hidden_matrix=True).state_bytes - spec.state_bytes) * matrices
+    spec = OPTIMIZERS[job.optimizer]
+    optimizer = sharded(spec.state_bytes, zero >= 1)
+    if spec.matrices is not None:
+        cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, expert_shards, 1)
+        matrices = params.matrices / cut + params.experts / expert_cut
+        optimizer = optimizer + (spec.matrices.state_bytes - spec.state_bytes) * matrices
     keeps = columns.keep_gathered == 1
     compute, optimizer_sharded = compute_bytes(job), zero >= 1
     # ZeRO-3 that keeps its layers gathered holds the whole copy through the step, as ZeRO-2 does.
