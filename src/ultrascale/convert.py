@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.data.corpora import BYTES, STDLIB, SYNTHETIC
@@ -20,12 +21,17 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import shown
 from ultrascale.train import checkpoint, import_torch
+from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.request import TRY_SEQ, Overrides, from_model
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[int, int], None]
 """called with bytes done and total bytes"""
 
 HF = "hf"
+PEFT = "peft"
 FORMS = "`ultrascale convert hf ./llama-dir runs/x` or `ultrascale convert runs/x hf ./out`"
 
 
@@ -45,11 +51,14 @@ def convert(
     progress: Progress | None = None,
     gpu: bool = False,
 ) -> ConversionResult:
-    """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given.
+    """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given, with
+    adapters merged into them; `RUN peft FOLDER` writes adapters alone.
 
     `gpu`: whether the run is made for a machine with a GPU.
     """
     given = list(words)
+    if len(given) == 3 and given[1] == PEFT and all(word.strip() for word in given):
+        return to_peft(Path(given[0]), Path(given[2]))
     if len(given) != 3 or given.count(HF) != 1 or given[2] == HF or not all(word.strip() for word in given):
         text = shown(" ".join(given)) if given else "nothing"
         also = " (a folder named hf is ./hf)" if given.count(HF) > 1 else ""
@@ -111,11 +120,53 @@ def to_hf(
     from ultrascale.model.hf_folder import write
 
     source = checkpoint.resolve(run)
-    model, shapes = source.job.model, source.shapes()
-    if shapes != whole_shapes(model):
-        raise SpecError(f"checkpoint {source.folder} does not hold the weights that its own model has: try another")
-    write(out, model, source.tensor, dtype, tokenizer=tokenizer, progress=progress)
+    weights = source if source.job.adapter_rank is None else _base(source)
+    model = source.job.model
+    if weights.shapes() != whole_shapes(model):
+        raise SpecError(f"checkpoint {weights.folder} does not hold the weights that its own model has: try another")
+    tensor = source.tensor if weights is source else _merged(source, weights)
+    write(out, model, tensor, dtype, tokenizer=tokenizer, progress=progress)
     return ConversionResult(model, out, is_run=False)
+
+
+def to_peft(run: Path, out: Path) -> ConversionResult:
+    """Writes a run's adapters as a folder that `peft` loads beside the model's own weights."""
+    refuse_used(out)
+    if not os.path.isdir(run):
+        raise SpecError(f"run {run} is no folder: name one with checkpoints in it, such as runs/first")
+    _need_safetensors()
+    from ultrascale.model.hf_adapters import write
+
+    source = checkpoint.resolve(run)
+    rank, model = source.job.adapter_rank, source.job.model
+    if rank is None:
+        raise SpecError(f"{source.folder} has no adapters: try ultrascale convert {run} hf {out}")
+    write(out, model, source.shapes(), source.tensor, rank, source.training.adapter_alpha)
+    return ConversionResult(model, out, is_run=False)
+
+
+def _base(adapters: Checkpoint) -> Checkpoint:
+    base = checkpoint.base_of(adapters)
+    if base is None:
+        raise SpecError(f"{adapters.folder} holds adapters beside random weights, which no folder needs: train with --weights")
+    return base
+
+
+def _merged(source: Checkpoint, base: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """Weights with what their adapters add."""
+    from ultrascale.model.adapters import adapted
+
+    rank, pairs = source.job.adapter_rank, adapted(source.shapes())
+    assert rank is not None
+
+    def tensor(name: str) -> torch.Tensor:
+        weight = base.tensor(name)
+        if name in pairs:
+            down, up = map(source.tensor, pairs[name])
+            weight.addmm_(up, down, alpha=source.training.adapter_alpha / rank)
+        return weight
+
+    return tensor
 
 
 def _need_safetensors() -> None:

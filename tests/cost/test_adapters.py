@@ -21,14 +21,14 @@ SEQ = 4096
 
 
 def job(rank: int | None, layout: Layout, framework: str = "playbook", model: str = "llama-2-7b") -> Job:
-    return make_job(model, f"{layout.gpus}xh100", SEQ, layout, framework).changed(adapter_rank=rank)
+    return make_job(model, f"{layout.gpus}xh100", SEQ, layout, framework).changed(adapter_rank=rank, adapter_targets="qkv")
 
 
 def test_only_adapters_have_gradients_and_states() -> None:
-    """bf16 weights; of the adapters fp32 masters, gradients and two moments, on one GPU."""
+    """Weights in bf16, adapters too; of the adapters fp32 masters, gradients and two moments, on one GPU."""
     alone = Layout(gas=4)
     found = estimate(job(RANK, alone), alone).memory[0].memory
-    assert found.parameters == pytest.approx(2 * WEIGHTS)
+    assert found.parameters == pytest.approx(2 * (WEIGHTS + ADAPTERS))
     assert (found.master, found.gradients, found.optimizer) == pytest.approx((4 * ADAPTERS, 4 * ADAPTERS, 8 * ADAPTERS))
 
 
@@ -71,9 +71,10 @@ def test_what_is_reduced_shrinks_with_the_adapters() -> None:
 def test_experts_and_engines_refuse_adapters() -> None:
     with pytest.raises(SpecError, match=r"job\.adapter_rank is 16 but .* has experts"):
         job(RANK, Layout(dp=8), model="qwen3-30b-a3b")
-    for name in ("ultrascale", "torchtitan", "megatron-core", "nanotron", "deepspeed", "accelerate"):
+    for name in ("torchtitan", "megatron-core", "nanotron", "deepspeed", "accelerate"):
         assert "try null" in (engines.job_problem(job(RANK, Layout(dp=8), name)) or ""), name
-    assert engines.job_problem(job(RANK, Layout(dp=8))) is None
+    for name in ("playbook", "ultrascale"):
+        assert engines.job_problem(job(RANK, Layout(dp=8), name)) is None
 
 
 def test_a_row_says_its_adapters() -> None:

@@ -10,7 +10,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, prediction, without_imbalance
 from ultrascale.measure.rehearse_rank import rehearse_rank
-from ultrascale.specs.blocks import MoE
+from ultrascale.specs.blocks import MLA, MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -40,6 +40,54 @@ MODELS = {
     "narrow": Model(name="narrow", kv_heads=4, moe=MoE(experts=8, top_k=4, expert_ffn=128), **SHAPE),  # rows beat widths
     "few": Model(name="few", kv_heads=4, moe=MoE(experts=2, top_k=1, expert_ffn=512), **SHAPE),
     "three": Model(name="three", kv_heads=4, moe=MoE(experts=3, top_k=1, expert_ffn=512), **SHAPE),
+    "latent": Model(
+        name="latent",
+        ffn=1536,
+        mla=MLA(q_lora_rank=192, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        **SHAPE,
+    ),
+    "latent-moe": Model(
+        name="latent-moe",
+        ffn=1024,
+        mla=MLA(kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        moe=MoE(experts=8, top_k=2, expert_ffn=256, shared_experts=1, dense_layers=1, router="sigmoid"),
+        **SHAPE,
+    ),
+    "post-norm": Model(
+        name="post-norm", kv_heads=4, ffn=1536, norm_placement="post", qk_norm=True, qk_norm_over="all", **SHAPE
+    ),
+    "both-norms": Model(
+        name="both-norms",
+        kv_heads=2,
+        ffn=1536,
+        norm_placement="both",
+        qk_norm=True,
+        activation="geglu",
+        embedding_scale=22.6,
+        **SHAPE,
+    ),
+    "parallel": Model(
+        name="parallel",
+        kv_heads=2,
+        ffn=1536,
+        norm="layernorm",
+        norm_bias=False,
+        parallel_residual="one_norm",
+        rotary_dim=32,
+        **SHAPE,
+    ),
+    "neox": Model(
+        name="neox",
+        kv_heads=8,
+        ffn=2048,
+        norm="layernorm",
+        activation="relu2",
+        parallel_residual="two_norms",
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        **SHAPE,
+    ),
     "deep": Model(name="deep", kv_heads=2, ffn=1536, **{**SHAPE, "layers": 16}),
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
@@ -94,11 +142,41 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("words", {"pp": 2, "dp": 2, "gas": 4, "zero": 1, "schedule": "zero-bubble"}),
     ("tied-words", {"pp": 2, "gas": 4}),  # the first stage peaks in the embedding's backward
     ("four-words", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "zb-v", **TWO}),
+    ("latent", {"tp": 2}),
+    ("latent-moe", {"dp": 2, "ep": 2, "zero": 3}),
+    ("post-norm", {"tp": 2, "recompute": "selective"}),
+    ("both-norms", {"recompute": "full", "gas": 2}),
+    ("parallel", {"tp": 2, "sequence_parallel": False}),
+    ("gqa", {"adapter_rank": 16, "tp": 2}),
+    ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
     ("gqa", {"dp": 4, "tp": 2, "zero": 3, "zero_shards": 2, "optimizer": "muon"}),
     ("moe", {"cp": 4, "tp": 2, "optimizer": "muon"}),  # the step of the optimizer is the peak
 ]
+_EVERY: list[dict[str, Any]] = [
+    {"gas": 2},
+    {"recompute": "selective"},
+    {"recompute": "full", "gas": 2},
+    {"tp": 2},
+    {"tp": 4, "sequence_parallel": False},
+    {"dp": 2, "zero": 3, "gas": 2},
+    {"cp": 2},
+    {"cp": 2, "context_parallel": "ulysses"},
+    {"pp": 2, "gas": 4},
+    {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"},
+]
 SLOW: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (model, fields)
+        for model in ("latent", "latent-moe", "post-norm", "both-norms", "parallel", "neox")
+        for fields in _EVERY
+        if (model, fields) not in FAST
+    ),
+    *(("gqa", {"adapter_rank": 16, **fields}) for fields in _EVERY if ("gqa", {"adapter_rank": 16, **fields}) not in FAST),
+    ("gqa", {"adapter_rank": 16, "adapter_targets": "qkv"}),
+    ("gqa", {"adapter_rank": 16, "cp": 2}),
+    ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 1, "gas": 2}),
+    ("gqa", {"adapter_rank": 16, "pp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("four-words", {"pp": 2, "gas": 4, "schedule": "interleaved", **TWO}),
     ("four-words", {"pp": 2, "tp": 2, "gas": 4, "recompute": "full"}),
     ("gqa", {}),

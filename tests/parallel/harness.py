@@ -167,7 +167,8 @@ def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0, devic
 
 
 def train(engine: Engine, evaluate: bool = False) -> RankResult:
-    """All steps of the training; the gradients of the first, before anything scales or clips them.
+    """All steps of the training; the gradients of the first, before anything scales or clips them. Of adapters those of the
+    second: at first one of their matrices is zero, and the other's gradient.
 
     With `evaluate`, held-out text is evaluated before every step but the first: the steps must not change by it.
     """
@@ -176,7 +177,7 @@ def train(engine: Engine, evaluate: bool = False) -> RankResult:
         if evaluate and number:
             engine.evaluate(1)
         loss = engine.backward(engine.read(number))
-        if number == 0:
+        if number == bool(engine.frozen):
             pieces = [_gradient_shard(weight) for weight in engine.weights]
         result = engine.update(number, loss)
         losses.append(result.loss)
@@ -198,7 +199,7 @@ def one_process(job: Job, batch: int, training: Training) -> RankResult:
 
 def whole_gradients(job: Job, result: RankResult) -> Mapping[str, torch.Tensor]:
     found = {piece.shard.name: piece.gradient for piece in result.pieces}
-    if job.model.tied_embeddings:
+    if job.model.tied_embeddings and job.adapter_rank is None:
         found["head.linear.weight"] = found["embed.tokens.weight"]  # a stage with the head alone has a copy
     return found
 
@@ -206,8 +207,11 @@ def whole_gradients(job: Job, result: RankResult) -> Mapping[str, torch.Tensor]:
 def check(
     model: str | Model, training: Training | None = None, close: float = CLOSE, evaluate: bool = False, **fields: Any
 ) -> list[RankResult]:
-    """Trains under the layout of `fields` and asserts that every rank agrees with one process."""
-    job, training, layout = job_of(model), training or training_of(), Layout(**{"gas": 4, **fields})
+    """Trains under the layout of `fields`, which may have some of the job, and asserts that every rank agrees with one
+    process.
+    """
+    of_job = {name: fields.pop(name) for name in list(fields) if name in Job.model_fields}
+    job, training, layout = job_of(model, **of_job), training or training_of(), Layout(**{"gas": 4, **fields})
     assert supported.layout_problem(_as_cut(job, layout), layout, training) is None
     ranks: list[RankResult] = in_ranks(train, job, layout, training, evaluate)
     assert_same(ranks, one_process(job, layout.dp * layout.mbs * layout.gas, Training(**plain(training))), job, close)
@@ -254,7 +258,7 @@ def gradient_errors(ranks: list[RankResult], reference: RankResult, job: Job) ->
         if wanted.numel():
             largest = max(float(wholes[name].abs().max()), floor)
             errors[name] = max(errors[name], float((piece.gradient - wanted).abs().max()) / largest)
-    if job.model.tied_embeddings:
+    if job.model.tied_embeddings and job.adapter_rank is None:
         missing.pop("head.linear.weight")
     assert not [name for name, left in missing.items() if left.any()]
     return errors

@@ -78,6 +78,10 @@ def plan(
     ] = None,
     gradients: Annotated[str, typer.Option(help="Format of gradient accumulation and reduction: fp32 or bf16.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, lion, sgd-momentum or sgd.")] = "adamw",
+    adapters: Annotated[
+        int | None,
+        typer.Option("--adapters", min=1, help="Train low-rank adapters (LoRA) of this rank, all other weights frozen."),
+    ] = None,
     attention: Annotated[str, typer.Option(help="flash, or plain (materialised score matrices).")] = "flash",
     framework: Annotated[
         str,
@@ -159,6 +163,7 @@ def plan(
             model, place, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
         )
         one = one if expert_imbalance is None else one.with_expert_imbalance(expert_imbalance)
+        one = one if adapters is None else one.changed(adapter_rank=adapters)
         jobs.append(one if network_gb_s is None else one.with_network_gb_s(network_gb_s))
     limits: dict[str, Any] = {
         "fix": fix or (),
@@ -181,6 +186,7 @@ def plan(
                 "--precision": (precision, None),
                 "--gradients": (gradients, "fp32"),
                 "--optimizer": (optimizer, "adamw"),
+                "--adapters": (adapters, None),
                 "--attention": (attention, "flash"),
                 "--framework": (framework, "ultrascale"),
                 "--min-fit": (min_fit, 0.9),

@@ -399,8 +399,9 @@ def convert(
         list[str] | None,
         typer.Argument(
             help="[cyan]hf ./llama-dir runs/x[/]: convert a Hugging Face folder to a run. "
-            "[cyan]runs/x hf ./out[/]: convert a run's newest checkpoint to such a folder.",
-            metavar="hf FOLDER RUN | RUN hf FOLDER",
+            "[cyan]runs/x hf ./out[/]: convert a run's newest checkpoint to such a folder, adapters merged. "
+            "[cyan]runs/x peft ./out[/]: write its adapters alone.",
+            metavar="hf FOLDER RUN | RUN hf FOLDER | RUN peft FOLDER",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Format of written weights: bf16 or fp32.")] = "bf16",
@@ -419,6 +420,7 @@ def convert(
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
     """
     from ultrascale import convert as weights
+    from ultrascale.convert import PEFT
     from ultrascale.launch import launcher
     from ultrascale.specs.units import GIB
 
@@ -430,7 +432,8 @@ def convert(
             progress=lambda done, total: say(f"{done / GIB:,.2f} of {total / GIB:,.2f} GiB"),
             gpu=launcher.has_gpu(),
         )
-    follows = f"ultrascale train --resume {dest.folder}" if dest.is_run else "transformers loads it with AutoModelForCausalLM"
+    loads = "peft loads it with PeftModel" if PEFT in (words or []) else "transformers loads it with AutoModelForCausalLM"
+    follows = f"ultrascale train --resume {dest.folder}" if dest.is_run else loads
     terminal().print(f"Wrote {dest.folder}: {dest.model.name}, {dest.model.parameters:,} parameters; next: {follows}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,6 +118,17 @@ SUBLAYERS = 2  # attention and MLP
 
 
 @dataclass(frozen=True)
+class LatentTransfers:
+    """Of one input of latent attention: gathered in forward, its gradient scattered, without sequence parallelism reduced."""
+
+    gather: CollectiveTransfer
+    scatter: CollectiveTransfer
+    reduce: CollectiveTransfer
+    gathered_again: bool
+    """in backward, for weight gradients"""
+
+
+@dataclass(frozen=True)
 class TensorTraffic:
     gather: CollectiveTransfer
     scatter: CollectiveTransfer
@@ -132,6 +144,8 @@ class TensorTraffic:
     """on the scale of an output gradient"""
     narrow_share: Array
     """of the layers, those in fp8"""
+    latents: tuple[LatentTransfers, ...] = ()
+    """what enters latent attention in our engine: the inputs of the up-projections, and the rotated key of all heads"""
 
     @property
     def layer_s(self) -> Array:
@@ -139,7 +153,10 @@ class TensorTraffic:
         # Either direction waits for scales: they are gathered, or agreed upon.
         gather_s = self.layer_gather_s + self.narrow_share * self.scales.time_s
         region = np.where(self.with_sequence, gather_s + self.scatter.time_s, self.reduce.time_s)
-        return np.asarray(SUBLAYERS * region)
+        if not self.latents:
+            return np.asarray(SUBLAYERS * region)
+        entered_s = np.where(self.with_sequence, sum(one.gather.time_s for one in self.latents) - gather_s, 0.0)
+        return np.asarray(SUBLAYERS * region + entered_s)
 
     @property
     def layer_gather_s(self) -> Array:
@@ -166,7 +183,21 @@ def tensor_traffic(work: Workload) -> TensorTraffic:
         transfer(machine, "tensor", "all_gather", FP32 * tokens, places.tensor),
         transfer(machine, "tensor", "all_reduce", FP32 + 0.0 * tokens, places.tensor),
         in_fp8 * max(0, model.layers - 2) / model.layers,
+        tuple(_latent_transfers(work)) if model.mla is not None and job.framework.exact_memory_trace else (),
     )
+
+
+def _latent_transfers(work: Workload) -> Iterator[LatentTransfers]:
+    mla, job = work.job.model.mla, work.job
+    assert mla is not None
+    inputs = {"q": mla.q_lora_rank or job.model.hidden, "kv": mla.kv_lora_rank, "key": mla.qk_rope_head_dim}
+    for name, width in inputs.items():
+        size = compute_bytes(job) * work.columns.tokens(job.seq) * width
+        gather, scatter, reduce = (
+            transfer(work.machine, "tensor", op, size, work.places.tensor)
+            for op in ("all_gather", "reduce_scatter", "all_reduce")
+        )
+        yield LatentTransfers(gather, scatter, reduce, gathered_again=name != "key")
 
 
 def tensor_pieced_s(work: Workload, inside: TensorTraffic, moe: bool) -> Array:
@@ -216,6 +247,9 @@ def context_traffic(work: Workload, attention: Passes) -> ContextTraffic:
     model, cp, group = job.model, columns.cp, work.places.context
     b, tokens = compute_bytes(job), columns.tokens(job.seq)
     keys = b * tokens * kv_width(job, columns)
+    if model.mla is not None and job.framework.exact_memory_trace:  # tiles of attention have values padded to the width of keys
+        padded = 2 * b * tokens * model.heads * model.qk_head_dim / columns.tp
+        keys = np.where(columns.is_("context_parallel", "ulysses"), keys, padded)
     query = b * tokens * model.heads * (model.qk_head_dim + model.v_head_dim) / columns.tp
     block = transfer(machine, "context", "send_recv", keys, group)
     double = transfer(machine, "context", "send_recv", 2 * keys, group)

@@ -192,7 +192,7 @@ class StackedMatrices:
 
 def stacks(job: Job, columns: LayoutColumns, share: RankShare) -> list[StackedMatrices]:
     """Of a pipeline rank, in the order in which matrices are dealt; empty for an optimizer that needs no whole matrices."""
-    if OPTIMIZERS[job.optimizer].matrices is None:
+    if OPTIMIZERS[job.optimizer].matrices is None or job.adapter_rank is not None:
         return []
     cluster, tp = job.cluster, columns.tp
     shards, bytes_ = np.where(columns.zero > 0, columns.shards, 1), 4 if job.precision == "fp32" else 2

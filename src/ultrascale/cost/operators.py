@@ -60,24 +60,27 @@ class LayerTime:
         return self.matmul + self.attention + self.memory_bound + self.launch
 
 
-def attention_matmuls(model: Model, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
+def attention_matmuls(job: Job, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
+    model = job.model
     tp, h = columns.tp, np.asarray(float(model.hidden))
     kv_cut = np.minimum(tp, model.kv_heads)
     if model.mla is None:
         qkv = model.q_dim / tp + 2 * model.kv_dim / kv_cut
         return [Matmul("qkv", tokens, qkv, h), Matmul("attention output", tokens, h, model.q_dim / tp)]
     mla, query = model.mla, model.heads * model.qk_head_dim / tp
+    # Every rank has whole down-projections; in our engine they see its slice of the sequence.
+    own = tokens / columns.sequence_cut if job.framework.exact_memory_trace else tokens
     latent = np.asarray(float(mla.kv_lora_rank + mla.qk_rope_head_dim))
     expand = model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp
     matmuls = [
-        Matmul("kv down", tokens, latent, h),
+        Matmul("kv down", own, latent, h),
         Matmul("kv up", tokens, expand, np.asarray(float(mla.kv_lora_rank))),
     ]
     if mla.q_lora_rank is None:
         matmuls.append(Matmul("q", tokens, query, h))
     else:
         rank = np.asarray(float(mla.q_lora_rank))
-        matmuls += [Matmul("q down", tokens, rank, h), Matmul("q up", tokens, query, rank)]
+        matmuls += [Matmul("q down", own, rank, h), Matmul("q up", tokens, query, rank)]
     return [*matmuls, Matmul("attention output", tokens, h, model.heads * mla.v_head_dim / tp)]
 
 
@@ -89,7 +92,7 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
 
 def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
-    matmuls = attention_matmuls(model, columns, tokens)
+    matmuls = attention_matmuls(job, columns, tokens)
     if not moe:
         return matmuls + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None
@@ -139,18 +142,46 @@ def frozen(job: Job, passes: Passes) -> Passes:
 
 
 def adapter_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[Passes, Passes]:
-    """GEMMs of a layer's adapter (Hu 2021: down to its rank and up again), and the sums with what it stands beside.
+    """GEMMs of a layer's adapters (Hu 2021: down to their rank and up again), and the sums with what they stand beside.
 
-    Two tensors are read and one written: the outputs of q, k, v forward, their input's gradients backward.
+    Two tensors are read and one written: the outputs of the linear layers forward, their inputs' gradients backward.
     """
+    tokens, b = columns.tokens(job.seq), compute_bytes(job)
+    matmuls = adapter_matmuls(job, columns)
+    outputs = sum(np.where(matmul.name == "adapter up", matmul.n, 0.0) for matmul in matmuls)
+    inputs = sum(np.where(matmul.name == "adapter down", matmul.k, 0.0) for matmul in matmuls)
+    sums = (machine.stream_s(3 * b * tokens * each) for each in (outputs, inputs))
+    return matmul_passes(machine, matmuls), Passes(*sums)
+
+
+def adapter_matmuls(job: Job, columns: LayoutColumns) -> list[Matmul]:
+    """Those of one input down to the rank together, and up for each linear layer."""
     assert job.adapter_rank is not None
-    model, tokens, rank = job.model, columns.tokens(job.seq), np.asarray(float(job.adapter_rank))
-    width = model.q_dim / columns.tp + 2 * model.kv_dim / np.minimum(columns.tp, model.kv_heads)
-    hidden = np.asarray(float(model.hidden))
-    down = Matmul("adapter down", tokens, rank, hidden, in_fp8=False)
-    up = Matmul("adapter up", tokens, width, rank, in_fp8=False)
-    sums = (machine.stream_s(3 * compute_bytes(job) * tokens * each) for each in (width, hidden))
-    return matmul_passes(machine, [down, up]), Passes(*sums)
+    model, tokens, tp, rank = job.model, columns.tokens(job.seq), columns.tp, np.asarray(float(job.adapter_rank))
+    own = tokens / columns.sequence_cut  # matrices that tp does not cut see a rank's slice
+    hidden, kv = np.asarray(float(model.hidden)), model.kv_dim / np.minimum(tp, model.kv_heads)
+    joint = not job.framework.exact_memory_trace
+
+    def of_inputs(outputs: list[Array]) -> list[Matmul]:
+        if joint:
+            return [_adapter_down(tokens, rank, hidden), _adapter_up(tokens, np.asarray(sum(outputs)), rank)]
+        return [_adapter_down(own, len(outputs) * rank, hidden), *(_adapter_up(tokens, each, rank) for each in outputs)]
+
+    found = of_inputs([model.q_dim / tp, kv, kv])
+    if job.adapter_targets == "all":
+        wide = model.ffn / tp
+        found += of_inputs([wide] * (1 + model.gated))
+        for width in (model.q_dim / tp, wide):
+            found += [_adapter_down(tokens, rank, width), _adapter_up(own, hidden, rank)]
+    return found
+
+
+def _adapter_down(tokens: Array, rank: Array, width: Array) -> Matmul:
+    return Matmul("adapter down", tokens, rank, width, in_fp8=False)
+
+
+def _adapter_up(tokens: Array, width: Array, rank: Array) -> Matmul:
+    return Matmul("adapter up", tokens, width, rank, in_fp8=False)
 
 
 def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:

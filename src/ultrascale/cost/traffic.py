@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
@@ -126,6 +127,13 @@ class Stage:
         return states.on_rank(self.job.model, self.row, self.share, self.shards)
 
     @cached_property
+    def adapters(self) -> Array:
+        """Elements of the stage's adapters."""
+        return np.asarray(
+            self.layers * states.on_tp_rank(states.adapter_weights(self.job), self.job.model, self.row, self.shards)
+        )
+
+    @cached_property
     def fp8_layers(self) -> int:
         """In fused blocks."""
         return int(states.fused_fp8_layers(self.job, self.row, self.share)[0])
@@ -153,6 +161,30 @@ def calls_of(stage: Stage) -> Calls:
         yield from _zero(stage) if layout.zero else _data(stage)
     for stack in muon.stacks(stage.job, stage.row, stage.share):
         yield from stack.calls(stage.machine)
+
+
+def _adapters(stage: Stage) -> Calls:
+    """What tensor parallelism sends beside frozen weights, as wide as the rank: of inputs all adapters' together."""
+    job, layout, gas = stage.job, stage.layout, stage.layout.gas
+    assert job.adapter_rank is not None
+    everywhere = job.adapter_targets == "all"
+    inputs = [3, *([1 + job.model.gated] if everywhere else [])]
+    outputs = [1, 1] if everywhere else []
+    forwards = gas * _forwards(stage, stage.layers, stage.kept_layers)
+
+    def sent(op: Op, adapters: int) -> CollectiveTransfer:
+        size = compute_bytes(job) * stage.row.tokens(job.seq) * adapters * job.adapter_rank
+        return transfer(stage.machine, "tensor", op, size, stage.work.places.tensor)
+
+    for adapters, first, second in (
+        *((each, "all_gather", "reduce_scatter") for each in inputs),
+        *((each, "reduce_scatter", "all_gather") for each in outputs),
+    ):
+        if layout.sequence_parallel:
+            yield sent(cast(Op, first), adapters), forwards
+            yield sent(cast(Op, second), adapters), gas * stage.layers
+        else:  # backward of what enters, forward of what leaves
+            yield sent("all_reduce", adapters), gas * stage.layers if first == "all_gather" else forwards
 
 
 def _recompute_entries(stage: Stage) -> tuple[int, int]:
@@ -186,22 +218,45 @@ def _tensor(stage: Stage) -> Calls:
     dense = stage.layers - stage.moe_layers
     chunked = bool(activations.chunked_loss(job, stage.row)[0])
     head = 0 if chunked else stage.head
+    frozen = job.adapter_rank is not None and job.framework.exact_memory_trace
+    unasked = stage.embedding if frozen else 0  # gradients of a frozen embedding, and of the first layer's input
+    if frozen:
+        yield from _adapters(stage)
     if layout.sequence_parallel:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
         gathered = job.framework.gathered_inputs
-        kept_slices = 0 if gathered else stage.layers + dense
-        gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered else 2) * head
+        kept_slices = 0 if gathered or frozen else stage.layers + dense
+        gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered or frozen else 2) * head
+        gathers -= unasked
         narrow = _narrow_gathers(stage)
+        scatters = 2 * regions + left + stage.embedding + head - unasked
+        if inside.latents:
+            full = stage.layers - stage.kept_layers if layout.recompute == "full" else 0
+            gathers -= 2 * stage.layers + full
+            scatters -= stage.layers
+            for latent in inside.latents:
+                # The rotated key is no part of a GEMM: selective recomputation gathers it too.
+                again = stage.layers if latent.gathered_again else 0
+                repeated = full if latent.gathered_again else _forwards(stage, stage.layers, stage.kept_layers) - stage.layers
+                yield latent.gather, gas * (stage.layers + again + repeated)
+                yield latent.scatter, gas * stage.layers
         yield inside.gather, gas * gathers + _gathers_again(stage) - narrow
         if narrow:
             inner = gas * communication.SUBLAYERS * stage.fp8_layers
             yield inside.narrow_gather, narrow
             yield inside.scales, inner + gas * communication.SUBLAYERS * _recomputed_fp8_layers(stage)
             yield inside.agreement, inner
-        yield inside.scatter, gas * (2 * regions + left + stage.embedding + head)
+        yield inside.scatter, gas * scatters
     else:
-        yield inside.reduce, gas * (2 * regions + left + stage.embedding + head)
+        reductions = 2 * regions + left + stage.embedding + head - stage.layers * bool(inside.latents) - unasked
+        yield inside.reduce, gas * reductions
+        for latent in inside.latents:
+            yield latent.reduce, gas * stage.layers
+    if job.model.qk_norm and job.model.qk_norm_over == "all" and job.framework.exact_memory_trace:
+        # Sums of squares of all heads, of queries and of keys, in forward and backward.
+        sums = transfer(stage.machine, "tensor", "all_reduce", FP32 * stage.row.tokens(job.seq), stage.work.places.tensor)
+        yield sums, 2 * gas * (_forwards(stage, stage.layers, stage.kept_layers) + stage.layers)
     if head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)
@@ -268,12 +323,18 @@ def _first_layers(stage: Stage, most: int | None, in_fp8: bool) -> list[int]:
 def _repeated_weights(stage: Stage) -> Calls:
     """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
     layout, model, g = stage.layout, stage.job.model, stage.last_gradient
-    partial = states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
+    adapters = None if stage.job.adapter_rank is None else states.adapter_weights(stage.job)
+    if adapters is None:
+        partial = states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
+    else:
+        whole = [weight for weight in adapters if weight.cut == "none" and layout.sequence_parallel]
+        partial = stage.layers * states.on_tp_rank(whole, model, stage.row, stage.shards)
     if float(partial[0]):
         yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.work.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
-        repeated = [weight for weight in weights.attention(model) if weight.cut == "kv rows"]
+        attention = weights.attention(model) if adapters is None else adapters
+        repeated = [weight for weight in attention if weight.cut == "kv rows"]
         each = stage.layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
@@ -342,7 +403,7 @@ def _pipeline(stage: Stage) -> Calls:
     hop = communication.pipeline_hop(stage.work)
     both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
-    if model.tied_embeddings and stage.embedding != stage.head:
+    if model.tied_embeddings and stage.embedding != stage.head and stage.job.adapter_rank is None:
         # Two stages hold a copy each, whose gradients are summed.
         elements = states.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
         whole = stage.last_gradient * elements
@@ -350,6 +411,10 @@ def _pipeline(stage: Stage) -> Calls:
 
 
 def _data(stage: Stage) -> Calls:
+    if stage.job.adapter_rank is not None:
+        size = gradient_bytes(stage.job) * stage.adapters
+        yield transfer(stage.machine, "data", "all_reduce", size, stage.work.places.data), 1
+        return
     reduce, expert_reduce = communication.data_traffic(stage.work, stage.params)
     yield reduce, 1
     if stage.moe_layers and int(expert_reduce.group.size[0]) > 1:
@@ -366,7 +431,38 @@ def _embedding_gathers(layout: Layout) -> int:
     return 1 + sum(kind is ActionKind.F and before is not ActionKind.F for before, kind in pairwise(kinds))
 
 
+def _zero_with_adapters(stage: Stage) -> Calls:
+    """All weights are gathered; gradients are those of adapters."""
+    job, layout, gas = stage.job, stage.layout, stage.layout.gas
+    none, b = np.zeros(1), compute_bytes(job)
+    gradients = gradient_bytes(job) * stage.adapters
+    if layout.shards > 1:
+        ends = stage.params.ends if layout.zero == 3 else none
+        gathers = 1 if layout.zero < 3 else gas * (1 if layout.keep_gathered else 2)
+        layers = stage.params.trunk - ends + stage.adapters
+        yield transfer(stage.machine, "zero", "all_gather", b * layers, stage.work.places.shard), gathers
+        if layout.zero == 3:
+            embedding = stage.share.embedding * states.on_tp_rank(
+                weights.embedding(job.model), job.model, stage.row, stage.shards
+            )
+            embedding = np.where(job.model.tied_embeddings & (layout.pp == 1), 0.0, embedding)
+            yield transfer(stage.machine, "zero", "all_gather", b * (ends - embedding), stage.work.places.shard), gas
+            yield (
+                transfer(stage.machine, "zero", "all_gather", b * embedding, stage.work.places.shard),
+                _embedding_gathers(layout),
+            )
+        yield (
+            transfer(stage.machine, "zero", "reduce_scatter", gradients, stage.work.places.shard),
+            1 if layout.zero == 1 else gas,
+        )
+    if layout.data_ranks > layout.shards:
+        yield transfer(stage.machine, "zero", "all_reduce", gradients / layout.shards, stage.work.places.replica), 1
+
+
 def _zero(stage: Stage) -> Calls:
+    if stage.job.adapter_rank is not None:
+        yield from _zero_with_adapters(stage)
+        return
     job, layout, params = stage.job, stage.layout, stage.params
     narrow = fp8_on_rank(job, stage.row, stage.share)
     moved = communication.zero_traffic(stage.work, params.trunk, params.experts, narrow.elements)

@@ -66,11 +66,13 @@ class LinearCrossEntropy(torch.autograd.Function):
                 loss_and_gradient(some @ weight.t(), wanted, lost)
             return losses.sum()
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        trains = ctx.needs_input_grad[1]  # a head beside adapters is frozen
+        grad_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device) if trains else None
         for number, (some, wanted, lost, out) in enumerate(zip(*parts, torch.split(grad_hidden, chunk), strict=True)):
             gradient = loss_and_gradient(some @ weight.t(), wanted, lost)
             torch.mm(gradient, weight, out=out)
-            accumulate_matmul(grad_weight, gradient.t(), some, fresh=number == 0)
+            if grad_weight is not None:
+                accumulate_matmul(grad_weight, gradient.t(), some, fresh=number == 0)
             del gradient  # before the next chunk's logits are allocated
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
@@ -78,9 +80,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, scaled(grad_weight, grad, ctx.dtype), None, None, None
+        of_weight = None if grad_weight is None else scaled(grad_weight, grad, ctx.dtype)
+        return grad_hidden * grad, of_weight, None, None, None
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:

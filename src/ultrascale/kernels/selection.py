@@ -59,7 +59,7 @@ def why_not_fused(job: Job, layout: Layout, training: Training) -> str | None:
         return f"fp8 has a scale per {training.fp8_scaling}"
     if plain := left_in_bf16(job, layout, training.model_copy(update={"fp8_keep": "head"})):
         return plain
-    return fused_blocks_problem(job.model, job.seq)
+    return fused_blocks_problem(job)
 
 
 def why_not_chunked(job: Job, layout: Layout, training: Training, device: str) -> str | None:

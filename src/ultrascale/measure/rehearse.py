@@ -20,7 +20,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
 from ultrascale.cost.memory.states import accumulates_nothing, uses_fused_blocks
-from ultrascale.cost.operators import layer_matmuls
+from ultrascale.cost.operators import adapter_matmuls, layer_matmuls
 from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
 from ultrascale.launch.machine import cores
@@ -344,9 +344,13 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp
     scores = flops.score_flops(model, job.seq, causal=True) * tokens / layout.tp
+    if model.mla is not None:  # values are padded to keys' width
+        scores *= 2 * model.qk_head_dim / (model.qk_head_dim + model.v_head_dim)
     if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later parts of the sequence attend to more of it
         scores *= (2 * place.cp + 1) / layout.cp
-    total = 3 * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
+    frozen = job.adapter_rank is not None
+    passes = 2 if frozen else 3
+    total = passes * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
     fused = bool(uses_fused_blocks(job, row)[0])
     for layers, kept, moe in (
         (share.dense_layers, share.kept_dense_layers, False),
@@ -356,16 +360,23 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         if not count:
             continue
         matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, moe)}
+        beside = [(matmul.name, float(np.sum(matmul.flops))) for matmul in adapter_matmuls(job, row)] if frozen else []
+        adapters = sum(found for _, found in beside)
         # torch.utils.checkpoint stops at the last tensor that backward needs, before the last GEMM. A shared expert's last GEMM
         # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
-            down = 0.0 if moe or not job.framework.stops_early else matmuls.get("mlp down", 0.0)
-            again = sum(matmuls.values()) + scores - down
+            stops_early = job.framework.stops_early and model.norm_placement == "pre"
+            down = 0.0 if moe or not stops_early else matmuls.get("mlp down", 0.0)
+            again = sum(matmuls.values()) + scores + adapters - down
+        elif layout.recompute == "selective" and frozen:
+            again = sum(found for name, found in beside if name == "adapter up")
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)
         elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
-        total += 3 * count * (sum(matmuls.values()) + scores) + recomputed * again
+        total += count * (passes * sum(matmuls.values()) + 3 * (scores + adapters)) + recomputed * again
+        if frozen and share.embedding[stage] and not moe:  # nothing asks for the gradient of the first layer's input
+            total -= matmuls["qkv"] + beside[0][1]
     of_stage = rows_of(share, slice(stage, stage + 1))
     return total * layout.gas + float(muon.flops(job, row, of_stage)[0])

@@ -33,8 +33,26 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
-    """relu(x)² (Primer, So et al. 2021); backward of the square needs relu's output, of relu the same."""
-    return F.relu(x).square()
+    """relu(x)² (Primer, So et al. 2021)."""
+    if torch.compiler.is_compiling():
+        return F.relu(x).square()
+    return _SquaredReLU.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """Saves relu's output alone; torch's own backward of a square allocates three tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        root: Tensor = F.relu(x)
+        ctx.save_for_backward(root)
+        return root.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        root: Tensor = ctx.saved_tensors[0]
+        return (grad * root).mul_(2)
 
 
 class _GatedUnit(torch.autograd.Function):

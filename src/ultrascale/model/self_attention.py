@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from ultrascale.model import flex
+from ultrascale.model.adapters import Adapters
 from ultrascale.model.attention import causal_attention, softcapped_attention
 from ultrascale.model.operators import RMSNorm
 from ultrascale.model.rotary import Rope, rotate
@@ -86,9 +87,12 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(width, model.norm_eps) if model.qk_norm else None for width in widths)
         self.core = CausalAttention(model.window(layer), model.score_scale, model.attention_softcap)
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
+        self.adapters: Adapters | None = None
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
         q, k, v = self.qkv(x)
+        if self.adapters is not None:
+            q, k, v = self.adapters.add_to_inputs(x, (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
@@ -96,6 +100,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        heads = self.core(q, k, v) if bias is None else self.core(q, k, v, bias)
-        out: Tensor = self.out(heads.flatten(-2))
+        heads = (self.core(q, k, v) if bias is None else self.core(q, k, v, bias)).flatten(-2)
+        out: Tensor = self.out(heads) if self.adapters is None else self.adapters.output_with(heads, self.out)
         return out

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ultrascale.model import flex
+from ultrascale.model import adapters, flex
+from ultrascale.model.adapters import Adapters
 from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm, at_least_fp32
@@ -35,9 +36,14 @@ class MLP(nn.Module):
         self.inputs = MultiLinear(model.hidden, dict.fromkeys(names, width), model.mlp_bias)
         self.activation = ACTIVATIONS[model.activation]
         self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
+        self.adapters: Adapters | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(*self.inputs(x)))
+        inner = self.inputs(x)
+        if self.adapters is not None:
+            inner = self.adapters.add_to_inputs(x, inner)
+        active = self.activation(*inner)
+        out: Tensor = self.down(active) if self.adapters is None else self.adapters.output_with(active, self.down)
         return out
 
 
@@ -237,6 +243,8 @@ STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by sq
 
 def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:
     """The whole initial tensor in fp32; a rank that holds a shard takes its part of it."""
+    if adapters.is_adapter(name):
+        return adapters.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
     if name.endswith(".bias"):

@@ -113,7 +113,7 @@ class BucketedGrads(GradientReducer):
         self.unwritten: set[nn.Parameter] = set()
         """parameters whose view still has the last step's gradient"""
         # Backward reaches the last parameter first: buckets in that order are completed one after the other.
-        backward_order = list(module.parameters())[::-1]
+        backward_order = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
         limit = bucket_mb * MEGABYTE / dtype.itemsize if variant == "bucketed" else 1
         expert_ids = {id(parameter) for parameter in experts}
         own, rest = ([one for one in backward_order if (id(one) in expert_ids) == is_own] for is_own in (True, False))

@@ -25,6 +25,7 @@ from ultrascale.kernels import flash
 from ultrascale.kernels.compile import checkpointed_from_outside
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import RecomputeRegion
+from ultrascale.model.adapters import ADAPTERS
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.self_attention import Mask
@@ -34,8 +35,8 @@ from ultrascale.parallel.torch_private import TorchDispatchMode
 from ultrascale.specs.layout import Recompute
 
 Forward = Callable[..., Tensor]
-IsLastWeight = Callable[[Tensor], bool]
-"""whether the second operand of a GEMM is the weight of the block's last GEMM"""
+HasFactor = Callable[[Tensor], bool]
+"""whether the second operand of a GEMM is one whose output is not saved"""
 
 _GEMMS = {
     torch.ops.aten.mm.default,
@@ -96,7 +97,7 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
         if parallel and isinstance(last := _last(block), RowParallelLinear):
             last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"
         if policy == "selective":
-            contexts = partial(_contexts, _last_weight_test(block, compiled), isinstance(block.mlp, MixtureOfExperts))
+            contexts = partial(_contexts, list(_not_saved(block, compiled)), isinstance(block.mlp, MixtureOfExperts))
             options["context_fn"] = partial(_parallel_contexts, contexts) if parallel else contexts
         elif parallel:
             options["context_fn"] = partial(_parallel_contexts, None)
@@ -129,8 +130,8 @@ def _last(block: Block) -> nn.Linear | None:
     return mlp.shared.down if isinstance(mlp.shared, MLP) else None
 
 
-def _contexts(is_last_weight: IsLastWeight | None, experts: bool) -> Any:
-    first, again = create_selective_checkpoint_contexts(partial(_policy, is_last_weight))  # type: ignore[no-untyped-call]
+def _contexts(not_saved: list[HasFactor], experts: bool) -> Any:
+    first, again = create_selective_checkpoint_contexts(partial(_policy, not_saved))  # type: ignore[no-untyped-call]
     return first, _SavedOpsMode(again) if experts else again
 
 
@@ -150,29 +151,30 @@ def _both(one: Any, other: Any) -> Iterator[None]:
         yield
 
 
-def _policy(is_last_weight: IsLastWeight | None, _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+def _policy(not_saved: list[HasFactor], _: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
     if operator in _ATTENTION or operator is torch.ops.aten._grouped_mm.default:
         return CheckpointPolicy.MUST_SAVE
     if operator in _GEMMS:
         factor = arguments[2 if operator is torch.ops.aten.addmm.default else 1]
-        unused = is_last_weight is not None and is_last_weight(factor)
-        return CheckpointPolicy.PREFER_RECOMPUTE if unused else CheckpointPolicy.MUST_SAVE
+        drops = any(has_factor(factor) for has_factor in not_saved)
+        return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _last_weight_test(block: Block, compiled: bool) -> IsLastWeight | None:
-    """A test for the last weight, by its storage.
+def _not_saved(block: Block, compiled: bool) -> Iterator[HasFactor]:
+    """Tests for the last weight, by its storage, and for the matrices that adapters widen with, by the rank that they contract.
 
-    Under torch.compile, which exposes neither the model's tensors nor their memory, by its contracted dimension, unless other
-    GEMMs contract as many.
+    Under torch.compile, which exposes neither the model's tensors nor their memory, the last weight is known by its contracted
+    dimension too, unless other GEMMs contract as many.
     """
     last = _last(block)
-    if last is None:
-        return None
-    if not compiled:
-        return partial(_has_storage_of, last)
-    width = last.weight.shape[1]
-    return None if width == block.attention.out.weight.shape[0] else partial(_contracts, width)
+    if last is not None and not compiled:
+        yield partial(_has_storage_of, last)
+    elif last is not None and last.weight.shape[1] != block.attention.out.weight.shape[0]:
+        yield partial(_contracts, last.weight.shape[1])
+    adapters = getattr(block.attention, ADAPTERS, None)
+    if adapters is not None:
+        yield partial(_contracts, adapters.rank)
 
 
 def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from ultrascale.kernels.deferred import DeferredWeightGrads, add_gradient
 from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
 from ultrascale.kernels.recompute_cache import cache_across_recompute
+from ultrascale.model.adapters import ADAPTERS, Adapters
 from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.operators import RMSNorm, at_least_fp32
@@ -68,9 +69,10 @@ class _MultiLinearFunction(torch.autograd.Function):
             return tuple(sequence.to_sequence_order(product, axis) if sequence else product for product in products)
 
         ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
-        ctx.has_bias = [bias is not None for bias in biases]
+        ctx.has_bias = [bias is not None and bias.requires_grad for bias in biases]
+        ctx.trained = any(weight.requires_grad for weight in weights)
         ctx.parameters = weights  # the leaves themselves: checkpointing unpacks a copy whose .grad is lost
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if ctx.trained else None, *weights)
         return cache_across_recompute(compute)
 
     @staticmethod
@@ -78,7 +80,8 @@ class _MultiLinearFunction(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         axis, sequence, deferred, gemms = ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms
         # A deferred gradient gathers its input when it runs: until then only the slice stays in memory.
-        gathering = comm.all_gather_start(x, axis, sequence.dim) if sequence and not deferred.open else None
+        gathers = sequence and ctx.trained and not deferred.open
+        gathering = comm.all_gather_start(x, axis, sequence.dim) if gathers else None
         grads = tuple(sequence.to_rank_order(grad, axis) for grad in grads) if sequence else grads
         dx = None
         if ctx.needs_input_grad[0]:
@@ -89,14 +92,14 @@ class _MultiLinearFunction(torch.autograd.Function):
         reduction = None
         if dx is not None:
             reduction = comm.reduce_scatter_start(dx, axis, sequence.dim) if sequence else comm.all_reduce_start(dx, axis)
-        if deferred.open:
+        dw: list[torch.Tensor | None] = [None] * len(weights)
+        if deferred.open and ctx.trained:
 
             def gathered() -> torch.Tensor:
                 return comm.all_gather(x, axis, sequence.dim) if sequence else x
 
             deferred.pending.append(_deferred_grads(gathered, grads, ctx.parameters, gemms))
-            dw: list[torch.Tensor | None] = [None] * len(weights)
-        else:
+        elif ctx.trained:
             dw = [gemms.grad_weight(grad, whole) for grad in grads]
         db = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]
         if reduction is not None:
@@ -112,8 +115,8 @@ class _RowParallelFunction(torch.autograd.Function):
             return (comm.reduce_scatter(part, axis, sequence.dim) if sequence else comm.all_reduce(part, axis),)
 
         ctx.axis, ctx.sequence, ctx.deferred, ctx.gemms = axis, sequence, deferred, gemms
-        ctx.parameter = weight
-        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.trained = weight, weight.requires_grad
+        ctx.save_for_backward(x if ctx.trained else None, weight)
         (out,) = compute() if result == "recomputed" else cache_across_recompute(compute, needed_in_backward=result == "saved")
         return out
 
@@ -130,9 +133,9 @@ class _RowParallelFunction(torch.autograd.Function):
             rows: torch.Tensor = sequence.to_rank_order(x, axis) if sequence else x
             return rows
 
-        if deferred.open:
+        if deferred.open and ctx.trained:
             deferred.pending.append(_deferred_grads(ordered, [grad], [ctx.parameter], gemms))
-        dw = None if deferred.open else gemms.grad_weight(grad, ordered())
+        dw = gemms.grad_weight(grad, ordered()) if ctx.trained and not deferred.open else None
         return dx, dw, None, None, None, None, None
 
 
@@ -212,6 +215,33 @@ class RowParallelLinear(CustomGemmModule, _TensorParallelModule, nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class TensorParallelAdapters(Adapters):
+    """Adapters cut as the linear layers beside them: `up` of inputs by rows, `down` of the output by columns. What travels is
+    as wide as the rank.
+    """
+
+    def __init__(self, plain: Adapters, axis: Axis, sequence: GatheredInput | None) -> None:
+        nn.Module.__init__(self)
+        for name, adapter in plain.named_children():
+            self.add_module(name, adapter)
+        self.inputs, self.output, self.rank, self.scale = plain.inputs, plain.output, plain.rank, plain.scale
+        self.axis, self.sequence = axis, sequence
+
+    def _narrow_input(self, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        narrow = super()._narrow_input(x, down)
+        return gather_from(narrow, self.axis, self.sequence.dim) if self.sequence else copy_to(narrow, self.axis)
+
+    def _wide_input(self, narrow: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        product = super()._wide_input(narrow, up)
+        return self.sequence.to_sequence_order(product, self.axis) if self.sequence else product
+
+    def _narrow_output(self, x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        partial = super()._narrow_output(x, down)
+        if not self.sequence:
+            return reduce_from(partial, self.axis)
+        return scatter_to(self.sequence.to_rank_order(partial, self.axis), self.axis, self.sequence.dim)
+
+
 class SharedKey(nn.Module):
     """The rotated key that all heads of latent attention share: each rank has it whole, and the gradients of its own heads."""
 
@@ -226,18 +256,38 @@ class SharedKey(nn.Module):
 class TensorParallelRMSNorm(RMSNorm):
     """An RMSNorm over all heads, of which each rank has its own: one sum per token is all-reduced in forward and backward."""
 
-    def __init__(self, plain: RMSNorm, axis: Axis, width: int) -> None:
+    def __init__(self, plain: RMSNorm, axis: Axis) -> None:
         nn.Module.__init__(self)  # not RMSNorm's: the plain module's parameter is taken over
         self.weight, self.eps, self.axis = plain.weight, plain.eps, axis
-        self.width = width
-        """of all heads"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.eps is not None
+        out: torch.Tensor = _TensorParallelRMSNorm.apply(x, self.weight, self.eps, self.axis)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _TensorParallelRMSNorm(torch.autograd.Function):
+    """Saves its input and one scale per token, as the plain norm."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, axis):  # type: ignore[no-untyped-def]
         wide = at_least_fp32(x)
-        copies = x.shape[-1] * self.axis.size / self.width  # ranks that have the same heads
-        total = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.axis), self.axis) / copies
-        return (wide * torch.rsqrt(total / self.width + self.eps) * at_least_fp32(self.weight)).to(x.dtype)
+        # Of all ranks' heads, of which several ranks may have the same.
+        elements = x.shape[-1] * axis.size
+        total = comm.all_reduce(wide.square().sum(-1, keepdim=True), axis)
+        scale = torch.rsqrt(total / elements + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.axis, ctx.elements = axis, elements
+        return (wide * scale * at_least_fp32(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, scale = ctx.saved_tensors
+        unit, wide_grad = at_least_fp32(x) * scale, at_least_fp32(grad)
+        grad_weight = (wide_grad * unit).flatten(0, -2).sum(0)
+        grad_unit = wide_grad * at_least_fp32(weight)
+        mean = comm.all_reduce((grad_unit * unit).sum(-1, keepdim=True), ctx.axis) / ctx.elements
+        return (scale * (grad_unit - unit * mean)).to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
 class VocabParallelEmbedding(_TensorParallelModule, nn.Embedding):
@@ -352,6 +402,8 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
     axis, kv, path = mesh.tp, mesh.kv, name.split(".")
     if axis.size == 1:
         return Shard(name, shape)
+    if ADAPTERS in path:
+        return _adapter_shard(name, shape, mesh, sequence)
     if path[-3:-1] in (["qkv", "k"], ["qkv", "v"]) or (cuts_qk_norms and path[-2] == "k_norm"):
         length = shape[0] * kv.size // axis.size
         partial = kv if kv.size > 1 else None
@@ -374,10 +426,24 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
     return Shard(name, shape, partial=axis if partial_input else None, is_primary=axis.rank == 0)
 
 
+def _adapter_shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Shard:
+    """With sequence parallelism the matrix that is whole on every rank sees its slice of the tokens."""
+    axis, kv = mesh.tp, mesh.kv
+    _, linear, leaf = name.rsplit(".", 2)
+    of_output = linear in ("out", "down")
+    if (leaf == "up") == of_output:
+        return Shard(name, shape, partial=axis if sequence else None, is_primary=axis.rank == 0)
+    dim, copies = (1, 1) if of_output else (0, kv.size if linear in ("k", "v") else 1)
+    length = shape[dim] * copies // axis.size
+    partial = kv if copies > 1 else None
+    return Shard(name, shape, dim, axis.rank // copies * length, length, partial, copies == 1 or kv.rank == 0)
+
+
 def _shrink(model: Transformer, name: str, shard: Shard) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    setattr(module, leaf, nn.Parameter(shard.model_parallel_part(module.get_parameter(leaf).data).contiguous()))
+    whole = module.get_parameter(leaf)
+    setattr(module, leaf, nn.Parameter(shard.model_parallel_part(whole.data).contiguous(), whole.requires_grad))
 
 
 def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: DeferredWeightGrads) -> None:
@@ -393,10 +459,12 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
         else:
             attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
             if not attention.norms_heads and axis.size > 1:
+                norms = (attention.q_norm, attention.k_norm)
                 attention.q_norm, attention.k_norm = (
-                    None if norm is None else TensorParallelRMSNorm(norm, axis, width)
-                    for norm, width in ((attention.q_norm, model.model.q_dim), (attention.k_norm, model.model.kv_dim))
+                    None if one is None else TensorParallelRMSNorm(one, axis) for one in norms
                 )
+            if attention.adapters is not None and axis.size > 1:
+                attention.adapters = TensorParallelAdapters(attention.adapters, axis, gathered)
         attention.out = RowParallelLinear(attention.out, axis, gathered, deferred)
         block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:
@@ -417,6 +485,8 @@ def _parallel_mlp(
         gathered = GatheredInput() if sequence else None
         mlp.inputs = ColumnParallelLinear(mlp.inputs, axis, gathered, deferred)
         mlp.down = RowParallelLinear(mlp.down, axis, gathered, deferred)
+        if mlp.adapters is not None and axis.size > 1:
+            mlp.adapters = TensorParallelAdapters(mlp.adapters, axis, gathered)
         return mlp
     if deferred.used:
         ParallelExperts.of(mlp).push_deferred = deferred.push

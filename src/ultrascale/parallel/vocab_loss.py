@@ -78,7 +78,8 @@ class VocabParallelLinearCrossEntropy(LinearCrossEntropy):
                 _loss_and_gradient(next(chunks), weight, wanted.flatten(), lost, axis)
             return losses.sum()
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.empty(weight.shape, dtype=wide, device=weight.device)
+        trains = ctx.needs_input_grad[1]
+        grad_weight = torch.empty(weight.shape, dtype=wide, device=weight.device) if trains else None
         for number, (wanted, lost, out) in enumerate(zip(*parts, torch.split(grad_hidden, length), strict=True)):
             some = next(chunks)
             gradient = _loss_and_gradient(some, weight, wanted.flatten(), lost, axis)
@@ -86,7 +87,8 @@ class VocabParallelLinearCrossEntropy(LinearCrossEntropy):
                 reduction = comm.reduce_scatter_start(gradient @ weight, axis, out=out)
             else:
                 reduction = comm.all_reduce_start(torch.mm(gradient, weight, out=out), axis)
-            loss.accumulate_matmul(grad_weight, gradient.t(), some, fresh=number == 0)
+            if grad_weight is not None:
+                loss.accumulate_matmul(grad_weight, gradient.t(), some, fresh=number == 0)
             reduction.wait()
             del some, gradient  # before the next chunk's are allocated
         ctx.save_for_backward(grad_hidden, grad_weight)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ultrascale.cost import engines
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes
 from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.plan.candidates import LayoutConstraints, rank
 from ultrascale.specs.engine import OWN_ENGINE
@@ -45,7 +45,7 @@ class NoFit:
     changes: tuple[Change, ...]
     """cheapest first: those that need no other hardware, then the fewest GPUs"""
     lora_gib: float
-    """about what low-rank adapters on frozen weights would need, under the layout that comes closest"""
+    """what low-rank adapters on frozen weights would need, under the layout that comes closest"""
 
     @property
     def short_gib(self) -> float:
@@ -161,15 +161,10 @@ LORA_RANK = 16
 
 
 def lora_gib(job: Job, layout: Layout) -> float:
-    """The layout's peak with the states of adapters alone: rank 16 beside every matrix of attention and of a dense MLP."""
-    found, model = estimate(job, layout), job.model
-    memory = found.memory[found.peak_stage].memory
-    mlp = 0 if model.moe is not None else (3 if model.gated else 2) * (model.hidden + model.ffn)
-    widths = 2 * (model.hidden + model.q_dim) + 2 * (model.hidden + model.kv_dim) + mlp
-    each = compute_bytes(job) + FP32 + gradient_bytes(job) + job.state_bytes
-    adapters = LORA_RANK * widths * model.layers / (layout.pp * layout.tp) * each
-    frozen = memory.parameters or compute_bytes(job) * model.parameters / layout.gpus
-    return (frozen + memory.activations + memory.buffers + memory.runtime + adapters) / GIB
+    """The layout's peak with adapters alone trained; infinite where they are not modelled."""
+    if job.model.moe is not None or job.model.mla is not None:
+        return math.inf
+    return estimate(job.changed(adapter_rank=LORA_RANK), layout).peak_gib
 
 
 def _first_that_fits(alternatives: Alternatives) -> Change | None:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from ultrascale.cost.engines import problem
 from ultrascale.cost.estimate import DraftEstimate, drafts, estimate
-from ultrascale.cost.memory.states import compute_bytes, gradient_bytes
+from ultrascale.cost.memory.states import compute_bytes, gradient_bytes, trained_fraction
 from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
 from ultrascale.specs.errors import SpecError
@@ -196,8 +196,9 @@ def of_winner(
 def _fit(job: Job, layout: Layout, predicted: Estimate, by_change: dict[str, Neighbour]) -> Iterator[str]:
     size, world, capacity = job.model.parameters, job.cluster.gpus, predicted.capacity_gib
     one = estimate_alone_gib(job)
+    beside = "" if job.adapter_rank is None else f", frozen beside adapters of rank {job.adapter_rank},"
     yield (
-        f"{count(size)} parameters with their states need {_size(one, digits=0)} on one GPU of {_size(capacity)}: "
+        f"{count(size)} parameters{beside} with their states need {_size(one, digits=0)} on one GPU of {_size(capacity)}: "
         + ("one GPU could hold them" if one <= capacity else f"shard over ≥ {-(-one // capacity):.0f} GPUs")
     )
     yield (
@@ -218,10 +219,10 @@ def _size(gib: float, digits: int = 1) -> str:
 
 
 def estimate_alone_gib(job: Job) -> float:
-    """Parameters, master, gradients and optimizer states of the whole model (no activations), in GiB."""
+    """Parameters, and of those that are trained master, gradients and optimizer states (no activations), in GiB."""
     master = 4 if job.precision != "fp32" else 0
-    each = compute_bytes(job) + master + gradient_bytes(job) + job.state_bytes
-    return job.model.parameters * each / GIB
+    trained = master + gradient_bytes(job) + job.state_bytes
+    return job.model.parameters * (compute_bytes(job) + trained_fraction(job) * trained) / GIB
 
 
 def _playbook_rule(job: Job, layout: Layout, world: int) -> str:

@@ -165,8 +165,8 @@ def show_no_fit(console: Console, result: Result) -> None:
         bullets(console, [change.text for change in no_fit.changes])
         if no_fit.lora_gib <= no_fit.capacity_gib:
             console.print(
-                f"Low-rank adapters (LoRA, rank {LORA_RANK}) on frozen weights would need about {no_fit.lora_gib:,.1f} GiB; "
-                "`ultrascale train` has none: use PEFT"
+                f"Low-rank adapters (LoRA, rank {LORA_RANK}) on frozen weights would need {no_fit.lora_gib:,.1f} GiB; "
+                f"try --adapters {LORA_RANK}"
             )
     else:
         console.print("No single change that was tried makes it fit: try more GPUs and a shorter sequence together.")

@@ -14,6 +14,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.validate import FrozenSpec, build
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+AdapterTargets = Literal["all", "qkv"]
 Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "lion", "sgd-momentum", "sgd"]
 
 
@@ -76,7 +77,10 @@ class Job(FrozenSpec):
         le=8192,
         strict=True,
         examples=[16],
-        description="LoRA adapters of this rank beside the q, k, v projection of every layer; all other weights are frozen",
+        description="rank of low-rank adapters (LoRA), which alone are trained: all other weights are frozen; null: none",
+    )
+    adapter_targets: AdapterTargets = Field(
+        "all", description="adapters beside every matrix of attention and MLP, or of the q, k and v projections alone"
     )
     total_tokens: int | None = Field(
         None, ge=1, le=2**62, strict=True, examples=[15 * 10**12], description="of the whole training, for days and cost"

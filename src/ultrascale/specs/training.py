@@ -121,6 +121,9 @@ class Training(FrozenSpec):
     router_bias_rate: float = Field(
         1e-3, ge=0, le=100, strict=True, description="how far a router's bias moves in a step, where the model has one"
     )
+    adapter_alpha: float = Field(
+        32.0, gt=0, le=1e6, strict=True, description="what adapters add is multiplied by this over their rank"
+    )
     capacity_factor: float | None = Field(
         None,
         gt=0,

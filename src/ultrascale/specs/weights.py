@@ -110,6 +110,22 @@ def shared_expert(model: Model) -> list[WeightShape]:
     return mlp(model, model.moe.shared_expert_ffn if model.moe is not None else 0)
 
 
+def adapters(model: Model, rank: int, everywhere: bool, joint: bool) -> list[WeightShape]:
+    """Low-rank adapters of one dense layer: beside q, k and v, or beside every matrix of attention and MLP. `joint`: q, k and v
+    share the matrix down to the rank.
+    """
+    h, q = model.hidden, model.q_dim
+
+    def of_inputs(outputs: list[tuple[int, str]], width: int, downs: int) -> list[WeightShape]:
+        return [WeightShape(rank, width)] * downs + [WeightShape(rows, rank, cut) for rows, cut in outputs]
+
+    found = of_inputs([(q, "rows"), (model.kv_dim, "kv rows"), (model.kv_dim, "kv rows")], h, 1 if joint else 3)
+    if everywhere:
+        found += of_inputs([(model.ffn, "rows")] * (1 + model.gated), h, 1 + model.gated)
+        found += [weight for width in (q, model.ffn) for weight in (WeightShape(rank, width, "width"), WeightShape(h, rank))]
+    return found
+
+
 def layer_weights(model: Model, moe: bool) -> list[WeightShape]:
     """Of one layer, routed experts left out."""
     trunk = [*attention(model), *norms(model)]

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -168,6 +168,7 @@ class CheckpointManager:
             loss_scale=scale.value if scale.used else None,
             good_steps=scale.good,
             checkpointing=self.settings,
+            base=engine.base,
         )
 
     @property
@@ -206,8 +207,20 @@ class DataDigest:
 
 
 def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, moving: Callable[[], None] | None = None) -> None:
-    """Loads a checkpoint of any layout into an engine; `moving` is called after every part that was read."""
+    """Loads a checkpoint of any layout into an engine; `moving` is called after every part that was read.
+
+    With adapters, the frozen weights come from the checkpoint that it names, or from this one if it has no adapters.
+    """
     group = own_group(engine)
+    if engine.frozen:
+        base = source if source.job.adapter_rank is None else checkpoint.base_of(source)
+        if base is not None:
+            _load(_frozen(engine), base, group, moving)
+            engine.base = base.folder.resolve()
+            for head, embedding in _tied_weights(engine, engine.frozen):
+                head.set(embedding.exact())
+        if base is source:
+            return
     engine.optimizer.continued(0 if weights_alone else source.updates)
     optimizer, has_moments = engine.optimizer, engine.optimizer.updates > 0
     buffers = {(id(weight), "model"): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
@@ -216,10 +229,7 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
         buffers |= {(id(weight), f"optimizer.{name}"): torch.empty(weight.master.shape) for weight, name in moments}
     pieces = _states(engine, False, has_moments, buffers)
     rng_states = {} if weights_alone else _saved_rng_states(engine, source)
-    try:
-        load(pieces | rng_states, source.folder, source.files, group, moving)
-    except SpecError as error:
-        raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
+    _load(pieces | rng_states, source, group, moving)
     for name in _rng_states(engine).get("random", {}):
         if saved := rng_states.get("random", {}).get(name):
             torch.cuda.set_rng_state(saved.tensor()) if name.endswith("cuda") else torch.set_rng_state(saved.tensor())
@@ -228,13 +238,31 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
             buffer = buffers.get((id(weight), name if name == "model" else f"optimizer.{name}"))
             if buffer is not None and weight.master.numel():
                 weight.set(buffer) if name == "model" else optimizer.set_moment(weight, name, buffer)
-    for head, embedding in _tied_weights(engine):
+    for head, embedding in _tied_weights(engine, engine.weights):
         head.set(embedding.exact())
         for name in optimizer.moments(head) if has_moments else ():
             optimizer.set_moment(head, name, optimizer.moment(embedding, name))
     optimizer.fill()
     if not weights_alone and source.loss_scale is not None and engine.scale.used:
         engine.scale.value, engine.scale.good = source.loss_scale, source.good_steps
+
+
+def _load(pieces: Pieces, source: Checkpoint, group: dist.ProcessGroup | None, moving: Callable[[], None] | None) -> None:
+    try:
+        load(pieces, source.folder, source.files, group, moving)
+    except SpecError as error:
+        raise SpecError(f"{error}{checkpoint.others(source.folder)}") from None
+
+
+def _frozen(engine: Engine) -> Pieces:
+    named: dict[str, TensorSlice] = {}
+    for weight in engine.frozen:
+        if weight.local.numel():
+            piece = TensorSlice(
+                weight.shard.shape, weight.shard.offsets, tuple(weight.local.shape), partial(_itself, weight.local)
+            )
+            named.setdefault(_stored_name(weight, engine), piece)
+    return {"model": named}
 
 
 def own_group(engine: Engine) -> dist.ProcessGroup | None:
@@ -291,9 +319,9 @@ def _stored_name(weight: Weight, engine: Engine) -> str:
     return EMBEDDING if weight.shard.name == HEAD and engine.job.model.tied_embeddings else weight.shard.name
 
 
-def _tied_weights(engine: Engine) -> Iterator[tuple[Weight, Weight]]:
+def _tied_weights(engine: Engine, weights: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Tied head and embedding on the same rank: a V schedule has the first and last stage on its first rank."""
-    named = {weight.shard.name: weight for weight in engine.weights}
+    named = {weight.shard.name: weight for weight in weights}
     if engine.job.model.tied_embeddings and HEAD in named and EMBEDDING in named:
         yield named[HEAD], named[EMBEDDING]
 

@@ -16,6 +16,7 @@ from ultrascale.cost.stages import chunk_layers
 from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
 from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.selection import Kernels
+from ultrascale.model import adapters
 from ultrascale.model.moe import Router
 from ultrascale.model.transformer import Transformer, full_weight
 from ultrascale.parallel import context, expert, fused_block, recompute, tensor, vocab_loss, zero
@@ -56,12 +57,14 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
     schedule = schedule_of(layout)
     ends = [0, *accumulate(chunk_layers(job, schedule.ranks, schedule.virtual_stages))]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
+    frozen = list[Weight]()
     own = selection.choose(job, layout, training, device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
         chunk, chunk_weights, chunk_routers = _chunk(job, mesh, training, schedule, stage, layers, own)
         chunks.append(chunk)
-        weights += chunk_weights
+        weights += [weight for weight in chunk_weights if not weight.frozen]
+        frozen += [weight for weight in chunk_weights if weight.frozen]
         routers |= chunk_routers
     modules = [chunk.gradients.module for chunk in chunks]
     for times in autotuned:
@@ -71,7 +74,7 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
         groups = [group for module in modules for group in float8.weights(module)]
         scales = Float8GatherScales(groups, mesh.shard, dtype, device) if groups else None
     pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales)
-    return Engine(job, mesh, training, batches, pipeline, weights, routers, own, autotuned)
+    return Engine(job, mesh, training, batches, pipeline, weights, frozen, routers, own, autotuned)
 
 
 def compute_format(job: Job, mesh: Mesh) -> torch.dtype:
@@ -98,6 +101,12 @@ def _chunk(
     with unset_fake_temporarily():
         with torch.device("meta"):
             module = Transformer(job.model, layers, embed=stage == 0, head=stage == schedule.stages - 1)
+            if job.adapter_rank is not None:
+                adapters.attach(module, job.adapter_rank, job.adapter_targets, training.adapter_alpha)
+                for parameter in module.parameters():
+                    if not parameter.requires_grad:  # without an fp32 master
+                        parameter.data = parameter.data.to(compute)
+                module.tie()
         shards = tensor.apply(module, mesh, deferred)  # first: the other techniques read this rank's sizes
         expert.apply(module, mesh, shards, expert_overlap(job, layout, training, mesh.device.type))
         context.apply(module, mesh.cp, layout.context_parallel, job.seq)
@@ -174,6 +183,8 @@ def _weight(
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     local.copy_(part)
     host = mesh.layout.offload == "optimizer"
+    if not parameter.requires_grad and job.adapter_rank is not None:
+        return Weight(shard, parameter, local, local, gradients, frozen=True)
     if local.dtype == torch.bfloat16 and own.adamw:
         upper, master = split_master.split(part.float())
         local.copy_(upper)

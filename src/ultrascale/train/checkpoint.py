@@ -63,6 +63,8 @@ class CheckpointState(BaseModel):
     layout: Layout
     training: Training
     checkpointing: Checkpointing = Checkpointing()
+    base: Path | None = None
+    """the checkpoint that has the frozen weights, where this one holds adapters alone; None: they are as initialized"""
     data: str | int | None = None
     """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
 
@@ -161,11 +163,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
+    data.setdefault("base", None)  # checkpoints of earlier versions
     wanted = [*CheckpointState.model_fields, "files"]
     if missing := [name for name in wanted if name not in data]:
         raise SpecError(f"checkpoint's {MANIFEST} has no field '{missing[0]}': it was written by another version")
     fields = {**{name: data[name] for name in wanted}, "job": job_from_mapping(data["job"], "checkpoint.job")}
     return build(Checkpoint, {**fields, "folder": folder}, "checkpoint")
+
+
+def base_of(adapters: Checkpoint) -> Checkpoint | None:
+    """The checkpoint with the weights beside which these adapters were trained; None: those were initialized by a seed."""
+    if adapters.base is None:
+        return None
+    if not adapters.base.is_dir():
+        raise SpecError(
+            f"{adapters.folder} holds adapters alone, of the weights in {adapters.base}, where nothing is: put them back there"
+        )
+    return open_checkpoint(adapters.base)
 
 
 def latest(run: Path) -> Checkpoint:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -72,14 +73,19 @@ class Engine:
         batches: Batches,
         pipeline: Pipeline,
         weights: list[Weight],
+        frozen: list[Weight],
         routers: dict[int, Router],
         kernels: Kernels,
         autotuned: tuple[AttentionTimes | MLPTimes, ...] = (),
     ) -> None:
-        """`routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured to select kernels, on a GPU."""
+        """`weights`: those that are trained. `routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured
+        to select kernels, on a GPU.
+        """
         self.job, self.mesh, self.training, self.batches = job, mesh, training, batches
-        self.pipeline, self.weights, self.autotuned = pipeline, weights, autotuned
+        self.pipeline, self.weights, self.frozen, self.autotuned = pipeline, weights, frozen, autotuned
         self.kernels = kernels
+        self.base: Path | None = None
+        """the checkpoint that the frozen weights are of"""
         self.cuda_graphs: CUDAGraphPool | None = None
         """CUDA graphs of the step, if every step launches the same kernels"""
         if kernels.cuda_graphs:

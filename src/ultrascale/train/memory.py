@@ -206,6 +206,7 @@ def states(engine: Engine) -> dict[str, list[Tensor]]:
         found["parameters" if not sharded or shards_compute else "master"].append(weight.local)
         if weight.master is not weight.local:
             found["master"].append(weight.master)
+    found["parameters"] += [weight.local for weight in engine.frozen]
     found["optimizer"] = engine.optimizer.state_tensors()
     for chunk in engine.pipeline.chunks.values():
         found["gradients"] += chunk.gradients.allocated()
@@ -235,9 +236,11 @@ def _by_storages(engine: Engine, step: Callable[[], T], live: LiveBytes) -> tupl
             live.track(tensors, owner)
         for gradients in _sharded(engine):
             new = unsharded if not gradients.converts else "buffers"
-            hooks += [_hook(parameter, partial(_track, live, new)) for parameter in gradients.unsharded()]
+            trained = [parameter for parameter in gradients.unsharded() if parameter.requires_grad]
+            hooks += [_hook(parameter, partial(_track, live, new)) for parameter in trained]
             if layout.gas == 1:  # nothing was accumulated before: the reduce-scatter's output is the gradient
-                hooks += [_hook(parameter, partial(_track, live, "gradients")) for parameter in gradients.shards()]
+                shards = [parameter for parameter in gradients.shards() if parameter.requires_grad]
+                hooks += [_hook(parameter, partial(_track, live, "gradients")) for parameter in shards]
         live.reset_peak()
         with _called_after(_sharded(engine), ("after_backward",), label_accumulated):
             result = step()

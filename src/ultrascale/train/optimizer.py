@@ -42,6 +42,8 @@ class Weight:
     master: torch.Tensor
     """what the optimizer steps: `local` itself in fp32, an fp32 copy, or the lower halves of fp32 values, `local` the upper"""
     owner: GradientReducer
+    frozen: bool = False
+    """beside adapters: no gradient, and no master but `local`"""
 
     @property
     def gradient(self) -> torch.Tensor:

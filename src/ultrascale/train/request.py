@@ -32,7 +32,7 @@ from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.history import LastLaunch
 
-JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer")
+JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "adapter_rank", "adapter_targets")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
 CHANGEABLE = ("data", "seed")  # values of --allow-changed
 HASH_THREADS = 4
@@ -76,7 +76,10 @@ def _job_value(key: str, text: str) -> Any:
         raise SpecError(f"job.{shown(key)[1:-1]} cannot be changed here: {nearest(key, JOB_FIELDS)}")
     if key in ("seq", "batch_tokens"):
         return tokens(text, f"job.{key}", "4096 or 4k")
-    return text.strip().lower()
+    word = text.strip().lower()
+    if key == "adapter_rank":
+        return None if word in ("none", "null") else int(word) if word.isdecimal() else word
+    return word
 
 
 _PARSERS = {"layout": field_value, "train": training_value, "job": _job_value, "checkpoint": checkpoint_value}
@@ -172,7 +175,12 @@ def _new_run(
         request = from_model(shape, changes, world or 1, precision="bf16" if gpu else "fp32")
     if source is not None:
         _refuse_other_model(request.job.model, source.job.model, source.folder)
+        if source.job.adapter_rank is not None:
+            _refuse_other_adapters(request, source)
         request = replace(request, weights=source.folder)
+    elif request.job.adapter_rank is not None:
+        note = "the adapters stand beside random weights, which is good for measurements: give --weights for a model's own"
+        request = replace(request, notes=(*request.notes, note))
     return request
 
 
@@ -379,6 +387,12 @@ def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
         raise SpecError(
             f"train.steps is {given.training.steps} but {source.folder} has done {step}: try --steps {max(2 * step, 100)}"
         )
+    if given.job.adapter_rank is not None and before.adapter_rank is None:
+        raise SpecError(
+            f"job.adapter_rank is {given.job.adapter_rank} but {source.folder} was trained without adapters: begin a new run "
+            f"with --weights {source.folder}"
+        )
+    _refuse_other_adapters(given, source)
     if not step:
         return
     for name in ("seq", "sequences", "optimizer"):
@@ -389,6 +403,19 @@ def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
                 f"job.{field_name} is {getattr(given.job, field_name)} but the run was trained with "
                 f"{getattr(before, field_name)} up to step {step}: leave it out, or begin a new run with "
                 f"--weights {source.folder}"
+            )
+
+
+def _refuse_other_adapters(given: Request, source: Checkpoint) -> None:
+    settings = (given.job.adapter_rank, given.job.adapter_targets, given.training.adapter_alpha)
+    trained = (source.job.adapter_rank, source.job.adapter_targets, source.training.adapter_alpha)
+    names = ("job.adapter_rank", "job.adapter_targets", "train.adapter_alpha")
+    for name, now, then in zip(names, settings, trained, strict=True):
+        if now != then and source.job.adapter_rank is not None:
+            shown = "null" if now is None else now
+            raise SpecError(
+                f"{name} is {shown} but {source.folder} holds adapters that were trained with {then}: leave it at that, or "
+                f"merge them first: ultrascale convert {source.folder} hf FOLDER"
             )
 
 

@@ -66,7 +66,12 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
         "mlp norm": normed,
         **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, operand)),
     }
-    if job.adapter_rank is not None:
+    if model.parallel_residual != "none":  # both branches read one tensor, and after one norm its output too
+        modules["mlp norm"] = 0.0 * normed
+        modules["mlp input"] = modules["mlp input"] * (model.parallel_residual != "one_norm")
+    if model.norm_placement == "both":
+        modules["outputs before norms"] = 2 * normed
+    if job.adapter_rank is not None and job.adapter_targets == "qkv":
         # A frozen GEMM needs no input in backward; adapters need theirs, flash attention its output.
         down_input = operand_bytes(job) * tokens * model.ffn / columns.tp
         modules |= {"mlp input": 0.0 * operand, "mlp activation": modules["mlp activation"] - down_input}
@@ -90,18 +95,20 @@ def norm_bytes(job: Job) -> int:
 def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[str, Array]:
     model, tp = job.model, columns.tp
     kv_cut = np.minimum(tp, model.kv_heads)
+    switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
     if model.mla is None:
         qkv = b * tokens * (model.q_dim / tp + 2 * model.kv_dim / kv_cut)
     else:
-        # Expanded q, k and v per head, and the latents they came from (inputs of the up-projections, whole on every rank).
-        latent = (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
-        expanded = model.heads * (2 * model.qk_head_dim + model.v_head_dim)
-        qkv = b * tokens * expanded / tp
-    output = b * tokens * model.heads * model.v_head_dim / tp
-    switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
-    latents = {} if model.mla is None else {"latents": 2 * b * tokens * latent}
+        # Expanded q, k and v per head; our engine pads v.
+        v_dim = model.qk_head_dim if job.framework.exact_memory_trace else model.v_head_dim
+        qkv = b * tokens * model.heads * (2 * model.qk_head_dim + v_dim) / tp
+    output = switched = b * tokens * model.heads * model.v_head_dim / tp
+    padded = b * tokens * model.heads * model.qk_head_dim / tp
+    if model.mla is not None and job.framework.exact_memory_trace:  # as wide as padded values, and a copy for the next GEMM
+        output = np.where(switches, padded, padded + output)
+    latents = {} if model.mla is None else _latents(job, columns, b * tokens)
     if np.any(switches):  # the kernel keeps its output by heads, the next matmul by sequence
-        latents["switched output"] = np.where(switches, output, 0.0)
+        latents["switched output"] = np.where(switches, switched, 0.0)
         if model.mla is None:  # fewer kv heads than ranks to spread them over
             copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
             latents["copies of k, v"] = np.where(switches, copied, 0.0)
@@ -126,6 +133,23 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
         "attention output": output,
         "attention scores": per_score * tokens * attended * model.heads / tp,
     }
+
+
+def value_padding(job: Job, columns: LayoutColumns) -> Array:
+    model, each = job.model, compute_bytes(job) * columns.tokens(job.seq) * job.model.heads / columns.tp
+    switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
+    return np.asarray(each * (model.qk_head_dim - model.v_head_dim + np.where(switches, 0, model.qk_head_dim)))
+
+
+def _latents(job: Job, columns: LayoutColumns, each: Array) -> dict[str, Array]:
+    """Inputs of the norms and of the up-projections: slices of the sequence in our engine, whole on every rank in others."""
+    mla = job.model.mla
+    assert mla is not None
+    ranks = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    if not job.framework.exact_memory_trace:
+        return {"latents": 2 * each * (ranks + mla.qk_rope_head_dim)}
+    each = each / columns.sequence_cut
+    return {"latents": each * (ranks + mla.qk_rope_head_dim), "normed latents": each * ranks}
 
 
 def _mlp(job: Job, columns: LayoutColumns, tokens: Array, b: int, operand: Array) -> dict[str, Array]:
@@ -184,9 +208,10 @@ def _apply_policy(
 ) -> dict[str, Array]:
     full, selective = columns.is_("recompute", "full") & recomputes, columns.is_("recompute", "selective") & recomputes
     dropped = _DROPPED[selective_policy(job)]
+    exact = job.framework.exact_memory_trace
     if job.model.mla is not None and dropped is _CHEAP:
-        # q, k and v are made again from the latents, by two small matmuls.
-        dropped = (*dropped, "q, k, v")
+        # q, k and v are made again from the latents, by two small matmuls; in our engine from their results.
+        dropped = (*dropped, "normed latents" if exact else "q, k, v")
     if job.framework.exact_memory_trace and job.attention == "flash":
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
@@ -212,6 +237,18 @@ def _apply_policy(
         # A shared expert's activation is as cheap as the others.
         kept["shared expert"] = kept["shared expert"] * np.where(plain, 2 / 3 if job.model.gated else 1 / 2, 1.0)
     kept["attention norm"] = np.where(full, residual, kept["attention norm"])
+    if exact and (mla := job.model.mla) is not None:
+        made = job.model.heads * (job.model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
+        made_bytes = compute_bytes(job) * columns.tokens(job.seq) * made / columns.tp
+        kept["q, k, v"] = np.where(plain, made_bytes, kept["q, k, v"])
+        padded = job.model.qk_head_dim / (job.model.qk_head_dim + mla.v_head_dim)
+        switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
+        kept["attention output"] = kept["attention output"] * np.where(plain & ~switches, padded, 1.0)
+    # Outputs of GEMMs: of attention's, and of the MLP's if a norm needs it.
+    if exact and job.model.parallel_residual != "none":
+        kept["mlp norm"] = np.where(plain, residual, kept["mlp norm"])
+    if exact and job.model.norm_placement != "pre":
+        kept["outputs before norms"] = np.where(plain, residual, kept.get("outputs before norms", 0.0 * residual))
     return kept
 
 
@@ -291,7 +328,7 @@ def _head_at_once(job: Job, columns: LayoutColumns, norm: Array) -> HeadActivati
     for this chunk and the next, and gradients before they are scattered; in backward both gradients once more as they leave.
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
-    weight, chunk = model.vocab * model.hidden / columns.tp, loss_chunk(job, columns)
+    weight, chunk = model.vocab * model.hidden / columns.tp * (job.adapter_rank is None), loss_chunk(job, columns)
     saved = norm + FP32 * weight
     residual = b * tokens * model.hidden / columns.sequence_cut
     gathered = b * model.hidden * (np.minimum(tokens, 2 * LOSS_CHUNK * columns.tp) + chunk)

@@ -269,13 +269,16 @@ class ChunkMemory:
         and the kernel need.
         """
         fused, total = states.uses_fused_blocks(self.job, self.columns), np.zeros(len(self.columns))
+        if self.job.adapter_rank is not None:  # adapters' gradients are computed at once: nothing is kept for them
+            return -self.saved_when_done(done)
         for kind in self.layers:
             moe, layer = kind.moe, kind.saved
             each = layer.recomputed
             if self.job.framework.exact_memory_trace:
                 change = np.where(fused, 0.0, 2 * (self.full_sequence - self.residual))
-                for name in ("q, k before norm", "switched output", "copies of k, v"):
+                for name in ("q, k before norm", "switched output", "copies of k, v", "outputs before norms"):
                     change = change - layer.modules.get(name, 0.0)
+                change = change - self.value_padding
                 if moe:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
@@ -283,6 +286,11 @@ class ChunkMemory:
         # Operands of fp8 weight gradients are kept in fp8.
         whole = self.layers[0].saved.whole if self.layers else 0.0
         return np.asarray(total - (1 - 1 / compute_bytes(self.job)) * self.fp8_layers(done) * whole)
+
+    @cached_property
+    def value_padding(self) -> Array:
+        """Of a layer with latent attention: zeros beside values, and the kernel's output, which is as wide as keys."""
+        return activations.value_padding(self.job, self.columns) if self.job.model.mla is not None else 0.0 * self.full_sequence
 
     def fp8_layers(self, done: Array) -> Array:
         """Of so many layers in the order of backward, those in fused fp8 blocks: neither the model's first nor its last."""
@@ -298,6 +306,8 @@ class ChunkMemory:
     @cached_property
     def deferred(self) -> Array:
         """The same of the chunk: what it received stays, what it sent is freed."""
+        if self.job.adapter_rank is not None:
+            return -self.saved
         ends = np.where(self.share.embedding == 0, self.residual, 0.0) - np.where(self.sends_output, self.residual, 0.0)
         there = self.columns.split_backward & self.job.framework.exact_memory_trace
         return np.asarray(self.deferred_when_done(self.share.layers) + np.where(there, ends, 0.0))
@@ -417,6 +427,11 @@ class ChunkMemory:
     # FSDP2: bytes of gradients.
 
     @cached_property
+    def trained(self) -> float:
+        """Share of the weights that have gradients."""
+        return states.trained_fraction(self.job)
+
+    @cached_property
     def reduce_scatter_input(self) -> Array:
         """Input of the chunk's last reduce-scatter, which FSDP keeps until the next: the embedding where the chunk has it, else
         its first layer; where a split backward reduce-scatters after the weight gradients, its last group.
@@ -438,18 +453,18 @@ class ChunkMemory:
     def _kept_reduce_scatter_input(self, elements: Array) -> Array:
         columns = self.columns
         keeps = (columns.zero >= 2) & (columns.shards > 1) & (columns.gas > 1) & (not self.first_backward)
-        return np.where(keeps, gradient_bytes(self.job) * elements, 0.0)
+        return np.where(keeps, self.trained * gradient_bytes(self.job) * elements, 0.0)
 
     def reduce_scatter_output(self, elements: Array) -> Array:
         """A rank's shard as it arrives, and in the format in which it is kept, where that is wider."""
         g, kept = gradient_bytes(self.job), sharded_gradient_bytes(self.job)
-        return np.asarray((g + np.where(kept > g, kept, 0)) * elements / self.columns.shards)
+        return np.asarray(self.trained * (g + np.where(kept > g, kept, 0)) * elements / self.columns.shards)
 
     def first_gradients(self, elements: Array) -> Array:
         """Gradients that a step's first backward has allocated for so many elements: shards, or whole ones in ZeRO-1."""
         shards = sharded_gradient_bytes(self.job) * elements / self.columns.shards
         allocated = np.where(self.reduce_scatters, shards, gradient_bytes(self.job) * elements)
-        return np.where(self.sharded & self.first_backward, allocated, 0.0)
+        return np.where(self.sharded & self.first_backward, self.trained * allocated, 0.0)
 
     @cached_property
     def hsdp_reduced_grads(self) -> Array:
@@ -457,12 +472,14 @@ class ChunkMemory:
         columns = self.columns
         reduces = self.reduce_scatters & columns.split_backward & (columns.data_ranks > columns.shards)
         there = reduces & self.job.framework.exact_memory_trace
-        return np.where(there, gradient_bytes(self.job) * self.own.total / columns.shards, 0.0)
+        return np.where(there, self.trained * gradient_bytes(self.job) * self.own.total / columns.shards, 0.0)
 
     @cached_property
     def vocabulary_gradient(self) -> Array:
         """Fresh gradient of the embedding's or the head's matrix."""
         model = self.job.model
+        if self.job.adapter_rank is not None:
+            return np.zeros(len(self.columns))
         return compute_bytes(self.job) * states.on_tp_rank([weights.vocabulary(model)], model, self.columns)
 
     @cached_property
@@ -478,7 +495,7 @@ class ChunkMemory:
     def mlp_weight_gradient(self) -> dict[bool, Array]:
         """Fresh gradient of one of the MLP's matrices, by whether the layer has experts: of all those on the rank."""
         model, columns, b = self.job.model, self.columns, compute_bytes(self.job)
-        found = {False: np.asarray(b * model.hidden * model.ffn / columns.tp)}
+        found = {False: np.asarray(self.trained * b * model.hidden * model.ffn / columns.tp)}
         if model.moe is not None:
             expert = model.hidden * model.moe.expert_ffn / columns.expert_cut
             found[True] = np.asarray(b * expert * model.moe.experts / columns.ep)

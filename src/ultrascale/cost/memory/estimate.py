@@ -235,7 +235,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         layer, split_layer, loss = points(chunk, state.gradients)
         weight_grads = MemoryPoint(np.zeros(len(columns)), layer.buffers, state.gradients, np.zeros(len(columns)))
     if job.framework.fused_blocks:
-        single, b = accumulates_nothing(job, columns), compute_bytes(job)
+        single, b = accumulates_nothing(job, columns), chunk.trained * compute_bytes(job)
         # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
         # frees. The fullest layer is the first or the last of backward: there all gradients are live and nothing is in flight.
         of_head = np.where(single, b * chunk.share.head * job.model.vocab * job.model.hidden, 0.0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
+from ultrascale.specs import weights
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
@@ -30,12 +31,19 @@ def gradient_bytes(job: Job) -> int:
     return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
+def adapter_weights(job: Job) -> list[WeightShape]:
+    """Of one layer. Our engine has an adapter beside each of q, k and v."""
+    if job.adapter_rank is None:
+        return []
+    joint = not job.framework.exact_memory_trace
+    return weights.adapters(job.model, job.adapter_rank, job.adapter_targets == "all", joint)
+
+
 def trained_fraction(job: Job) -> float:
-    """Elements with gradients and optimizer states over those of the model: all, or the adapters beside q, k and v."""
+    """Elements with gradients and optimizer states over those of the model: all, or the adapters."""
     if job.adapter_rank is None:
         return 1.0
-    model = job.model
-    return job.adapter_rank * model.layers * (model.hidden + model.q_dim + 2 * model.kv_dim) / model.parameters
+    return job.model.layers * weights.elements(adapter_weights(job)) / job.model.parameters
 
 
 def sharded_gradient_bytes(job: Job) -> int:
@@ -71,7 +79,7 @@ def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
     In fp8, layers whose GEMMs all have sizes that it supports.
     """
     fits = job.framework.fused_blocks and job.attention == "flash"
-    fits = fits and fused_blocks_problem(job.model, job.seq) is None
+    fits = fits and fused_blocks_problem(job) is None
     sizes = supports_fp8(job, columns) if job.precision == "fp8" else np.ones(len(columns), dtype=bool)
     return np.asarray(sizes & fits)
 
@@ -97,8 +105,11 @@ def selective_policy(job: Job) -> str:
     return "attention" if job.model.moe is None else "experts"
 
 
-def fused_blocks_problem(model: Model, seq: int) -> str | None:
+def fused_blocks_problem(job: Job) -> str | None:
     """What keeps a model's whole layers from being fused, in words; None: nothing does."""
+    model, seq = job.model, job.seq
+    if job.adapter_rank is not None:
+        return "adapters stand beside linear layers"
     if model.moe is not None:
         return f"{model.name} has experts"
     if model.mla is not None:
@@ -222,6 +233,8 @@ class RankParameters:
     """the same as FSDP groups it: without experts where ep cuts them, which are a group of their own"""
     padding: Array
     """of these, what only makes rows divide among shards"""
+    layers: Array
+    """how many"""
     matrices: Array
     """of trunk, hidden matrices, where the optimizer steps these otherwise; experts are such matrices too"""
 
@@ -256,6 +269,7 @@ def on_rank(
         layer=np.maximum(dense_layer, moe_layer),
         block=np.maximum(dense_layer, moe_block),
         padding=trunk + experts - unpadded,
+        layers=np.asarray(share.layers),
         matrices=matrices,
     )
 
@@ -312,8 +326,10 @@ class StateBytes:
 def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_elements: Array | float = 0.0) -> StateBytes:
     """ZeRO divides each owner by the ranks that shard it; experts by the data ranks that ep leaves them.
 
-    `fp8_elements` of the parameters are gathered in fp8.
+    `fp8_elements` of the parameters are gathered in fp8. Beside adapters, frozen weights are in the compute format alone.
     """
+    if job.adapter_rank is not None:
+        return _states_with_adapters(job, columns, params)
     zero, shards = columns.zero, columns.shards
     expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
 
@@ -339,7 +355,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
     if job.framework.states == "fp32":
         # FSDP's shards are the fp32 weights. A copy in the compute format exists only where it is gathered; in fp32 a copy that
         # stays gathered exists beside them.
-        no_copy = parameters_sharded & (shards > 1) & (job.precision != "fp32") & (job.adapter_rank is None)
+        no_copy = parameters_sharded & (shards > 1) & (job.precision != "fp32")
         parameters = np.where(no_copy | autocast(job, columns), 0.0, parameters)
         beside = optimizer_sharded & ~parameters_sharded & (shards > 1) & (job.precision == "fp32")
         master = np.where(beside, sharded(FP32, optimizer_sharded), master)
@@ -360,13 +376,28 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         gradients = np.where((zero == 2) & first, 0.0, gradients) + np.where((zero == 1) | (zero == 2), beside, 0.0)
     if job.framework.accumulation == "stepped":  # the embedding's is the largest that is live
         gradients = gradient_bytes(job) * np.maximum(params.layer, params.ends)
-    trained = trained_fraction(job)
     return StateBytes(
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
-        master=np.where(on_gpu, trained * master, 0.0),
-        gradients=trained * gradients,
-        optimizer=np.where(on_gpu, trained * optimizer, 0.0),
+        master=np.where(on_gpu, master, 0.0),
+        gradients=gradients,
+        optimizer=np.where(on_gpu, optimizer, 0.0),
     )
+
+
+def _states_with_adapters(job: Job, columns: LayoutColumns, params: RankParameters) -> StateBytes:
+    nothing = np.zeros(len(columns))
+    shards = fsdp_shards(job, columns)
+    each, alone = (on_tp_rank(adapter_weights(job), job.model, columns, of) for of in (shards, 1))
+    total = params.layers * each
+    adapters = RankParameters(total, nothing, nothing, each, each, params.layers * (each - alone), params.layers, nothing)
+    trained = states(job.model_copy(update={"adapter_rank": None}), columns, adapters)
+    here = ~columns.is_("offload", "parameters")
+    cut = np.where(columns.zero >= 1, columns.shards, 1)
+    gathered = (columns.zero < 3) | (columns.keep_gathered == 1) | (cut == 1)
+    # FSDP keeps its shards beside what it has gathered.
+    beside = (job.framework.states == "fp32") & (cut > 1) & gathered
+    frozen = compute_bytes(job) * params.total * (np.where(gathered, 1, 1 / cut) + np.where(beside, 1 / cut, 0))
+    return replace(trained, parameters=trained.parameters + np.where(here, frozen, 0.0))
 
 
 @dataclass(frozen=True)

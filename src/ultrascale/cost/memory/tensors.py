@@ -107,7 +107,7 @@ _FREED: dict[str, tuple[LayerEvent, LayerEvent]] = {
 def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
     """The peak of the chunk's layers in backward, on top of what is in flight; `split`: of the input gradients alone."""
     rows = len(chunk.columns)
-    deferring = chunk.columns.split_backward & split
+    deferring = chunk.columns.split_backward & split & (chunk.job.adapter_rank is None)
     found = nothing = MemoryPoint.nothing(rows)
     for kind in chunk.layers:
         happens = _layer_events(chunk, kind.moe, deferring)
@@ -416,9 +416,9 @@ def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifet
     late = chunk.columns.split_backward
     copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
     output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
-    fresh = np.where(copied & late & (not moe), chunk.mlp_weight_gradient[False], b * block)
+    fresh = np.where(copied & late & (not moe), chunk.mlp_weight_gradient[False], chunk.trained * b * block)
     yield buffer("layer's weight gradients", fresh, at, LayerEvent.END)
-    yield buffer("reduce-scatter input", np.where(copied, g * block, 0.0), at, LayerEvent.END)
+    yield buffer("reduce-scatter input", np.where(copied, chunk.trained * g * block, 0.0), at, LayerEvent.END)
     yield buffer("reduce-scatter output", output, at, LayerEvent.END)
 
 
@@ -458,14 +458,15 @@ def _beside_layer(
     # FSDP frees the input of a reduce-scatter when the next one begins.
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
     yield buffer("reduce-scatter inputs of other chunks", others, start, end)
-    last_layer = np.where(chunk.reduce_scatters, g * params.block, 0.0)
-    of_head = np.where(chunk.reduce_scatters, g * chunk.head_group, 0.0)
+    last_layer = np.where(chunk.reduce_scatters, chunk.trained * g * params.block, 0.0)
+    of_head = np.where(chunk.reduce_scatters, chunk.trained * g * chunk.head_group, 0.0)
     before = np.where(~late & (chunk.head_group > 0), of_head, chunk.reduce_scatter_input)
     last = np.where(late | (done == 0), before, last_layer)
     yield buffer("last reduce-scatter input", last, start, scatter)
     yield buffer("last reduce-scatter input", np.where(late, last, 0.0), scatter, end)
     # A whole backward of a chunk whose others are split reduce-scatters all its gradients at its end, as theirs do.
-    whole = np.where(late & ~split & chunk.reduce_scatters, g * through, np.where(late, 0.0, chunk.first_gradients(through)))
+    all_at_end = late & ~split & chunk.reduce_scatters
+    whole = np.where(all_at_end, chunk.trained * g * through, np.where(late, 0.0, chunk.first_gradients(through)))
     yield buffer("gradients of layers done", whole, start, end)
     accumulated = gradients * (share_done * (1 - params.ends / params.total) + chunk.head_group / params.total)
     yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, accumulated, gradients), start, end)
@@ -599,12 +600,14 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     own, b, g, late = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.columns.split_backward
     in_flight = chunk.saved + np.where(late, chunk.deferred, 0.0)
     yield activation("this micro-batch, in flight until now", -in_flight, root, end)
-    weight_grads = np.where(late, g * (own.total - own.padding), b * chunk.embedding_or_tied_group)
+    whole, fresh = g * (own.total - own.padding), b * chunk.embedding_or_tied_group
+    weight_grads = chunk.trained * np.where(late, whole, fresh)
     group = np.where(late & (chunk.embedding_or_tied_group == 0), chunk.head_group, chunk.embedding_or_tied_group)
     yield buffer("weight gradients", weight_grads, root, end)
-    yield buffer("reduce-scatter input", g * group, root, layer)
+    yield buffer("reduce-scatter input", chunk.trained * g * group, root, layer)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(group), root, layer)
-    yield buffer("reduce-scatter input, less the root's gradients", g * (own.block - own.ends), layer, end)
+    rest = chunk.trained * g * (own.block - own.ends)
+    yield buffer("reduce-scatter input, less the root's gradients", rest, layer, end)
     first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - chunk.embedding_or_tied_group))
     yield buffer("gradients of the layers", first_layers, root, end)
     yield buffer("gradients of the root", chunk.first_gradients(own.ends), layer, end)
@@ -633,7 +636,7 @@ def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
     reduced = np.where(late, 0.0, own.total - group)
     return MemoryPoint(
         activations=-chunk.saved - np.where(late, chunk.deferred, 0.0),
-        buffers=gradient_bytes(chunk.job) * group + chunk.reduce_scatter_output(group),
+        buffers=chunk.trained * gradient_bytes(chunk.job) * group + chunk.reduce_scatter_output(group),
         gradients=gradients * (1 - reduced * (1 - 1 / chunk.columns.shards) / chunk.rank_params.total),
         parameters=-b * (group + reduced),
     )
@@ -654,7 +657,7 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     fused = uses_fused_blocks(job, columns)
     outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
     down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + layer.modules["attention output"]
-    weights = compute_bytes(job) * states.per_layer(job.model, columns).dense
+    weights = chunk.trained * compute_bytes(job) * states.per_layer(job.model, columns).dense
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
     together = fused & (gathered > 0)
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
@@ -673,7 +676,7 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
             point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
             found = where(point.total > found.total, point, found)
     # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
-    cast = gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
+    cast = chunk.trained * gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
     point = replace(base, activations=base.activations - chunk.saved - chunk.deferred, buffers=base.buffers + cast)
     there = chunk.reduce_scatters & (gradient_bytes(job) > compute_bytes(job))
     found = where(there & (point.total > found.total), point, found)
@@ -714,7 +717,9 @@ def unsplit_embedding_backward(chunk: ChunkMemory, gradients: Array) -> MemoryPo
     """
     fresh = np.where(chunk.columns.split_backward, 0.0, chunk.share.embedding * chunk.vocabulary_gradient)
     own, b, g, nothing = chunk.own, compute_bytes(chunk.job), gradient_bytes(chunk.job), np.zeros(len(chunk.columns))
-    waiting = np.where(chunk.reduce_scatters, g * (own.total - own.ends) + np.where(g > b, g * own.ends, 0.0), 0.0)
+    waiting = chunk.trained * np.where(
+        chunk.reduce_scatters, g * (own.total - own.ends) + np.where(g > b, g * own.ends, 0.0), 0.0
+    )
     buffers = chunk.share.embedding * (waiting + chunk.rank_reduce_scatter_inputs)
     received = chunk.share.embedding * chunk.residual
     return MemoryPoint(embedding_backward(chunk) + fresh + received - chunk.saved, buffers, gradients, nothing)

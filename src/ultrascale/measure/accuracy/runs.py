@@ -182,6 +182,7 @@ def _model(values: Mapping[str, str], assumptions: list[str], state: NetworkStat
             "dropout": framework.name.startswith("megatron") and not model.gated and model.moe is None,
             "gradients": _gradients(values, framework),
             "adapter_rank": adapter_rank_of(values, assumptions),
+            "adapter_targets": "qkv",
             "optimizer": "adamw-bf16" if framework.states == "pure" else "adamw",
         },
         "job",
