@@ -150,6 +150,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"adapter_rank": 16, "tp": 2}),
     ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
+    ("gqa", {"dp": 4, "tp": 2, "zero": 3, "zero_shards": 2, "optimizer": "muon"}),
+    ("moe", {"cp": 4, "tp": 2, "optimizer": "muon"}),  # the step of the optimizer is the peak
 ]
 _EVERY: list[dict[str, Any]] = [
     {"gas": 2},
@@ -362,6 +364,20 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("deep", {"pp": 4, "tp": 2, "dp": 2, "gas": 8, "zero": 1, "recompute": "full", "schedule": "zero-bubble"}),
     ("deep", {"pp": 2, "tp": 2, "gas": 6, "recompute": "full", "recompute_layers": 2, "schedule": "v-half", **TWO}),
     ("deep", {"pp": 2, "cp": 2, "gas": 4, "recompute": "full", "schedule": "zero-bubble"}),
+    ("gqa", {"optimizer": "muon"}),
+    ("gqa", {"dp": 2, "zero": 2, "gas": 2, "optimizer": "adamw-bf16"}),
+    ("tied", {"tp": 2, "optimizer": "adamw-bf16"}),
+    ("moe", {"pp": 2, "dp": 2, "ep": 2, "gas": 4, "optimizer": "lion"}),
+    ("gqa", {"dp": 3, "gradients": "bf16", "optimizer": "muon"}),
+    ("gqa", {"tp": 8, "optimizer": "muon"}),
+    ("deep", {"pp": 2, "dp": 2, "tp": 2, "gas": 4, "zero": 2, "schedule": "zero-bubble", "optimizer": "muon"}),
+    ("deep", {"cp": 8, "optimizer": "muon"}),
+    ("odd", {"dp": 3, "zero": 3, "gas": 2, "optimizer": "muon"}),
+    ("moe", {"dp": 2, "ep": 2, "zero": 3, "optimizer": "muon"}),
+    ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2, "optimizer": "muon"}),
+    ("three", {"dp": 4, "zero": 2, "gas": 2, "optimizer": "muon"}),
+    ("shared", {"tp": 2, "cp": 2, "recompute": "full", "optimizer": "muon"}),
+    ("tied", {"pp": 2, "gas": 4, "schedule": "zb-v", "optimizer": "muon", **TWO}),
 ]
 
 # In fp8, whose fused blocks keep and gather less; the model's first and last stay in bf16.

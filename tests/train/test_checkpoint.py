@@ -234,6 +234,25 @@ def test_sgd_momentum_is_restored(tmp_path: Path) -> None:
         assert relative(in_ranks(after, job, LAYOUTS["zero3"], TRAINING, folder)[0], losses[BEFORE:]) < CLOSE
 
 
+@pytest.mark.parametrize("model", ["llama", pytest.param("experts", marks=pytest.mark.slow)])
+def test_momentum_of_matrices_and_moments_of_the_rest_are_restored(model: str, tmp_path: Path) -> None:
+    job = job_of(model, optimizer="muon")
+    losses = in_ranks(before, job, LAYOUTS["zero2"], TRAINING, tmp_path)[0]
+    source = checkpoint.latest(tmp_path)
+    assert source.moments == ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    states = {name.partition(".blocks.")[0] for name in source.names if "attention.out.weight" in name}
+    assert states == {"model", "optimizer.momentum_buffer"}
+    assert relative(in_ranks(after, job, LAYOUTS["tp2"], TRAINING, source.folder)[0], losses[BEFORE:]) < CLOSE
+
+
+@pytest.mark.parametrize("second", ["one", pytest.param("pp2-zero1", marks=pytest.mark.slow)])
+def test_moments_in_bf16_are_restored_to_the_bit(second: str, tmp_path: Path) -> None:
+    job = job_of("tied", optimizer="adamw-bf16")
+    losses = in_ranks(before, job, LAYOUTS["one"], TRAINING, tmp_path)[0]
+    found = in_ranks(after, job, LAYOUTS[second], TRAINING, checkpoint.latest(tmp_path).folder)[0]
+    assert found == losses[BEFORE:] if second == "one" else relative(found, losses[BEFORE:]) < 1e-4
+
+
 def scaled(engine: Engine, run: Path) -> tuple[float, int]:
     engine.scale.value, engine.scale.good = 128.0, 3
     manager = CheckpointManager(engine, run, Checkpointing())

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from parallel.harness import engine_of, job_of, training_of
+from ultrascale.parallel.mesh import Shard
 from ultrascale.specs.layout import Layout
-from ultrascale.train import supported
+from ultrascale.train import elementwise, supported
 from ultrascale.train.engine import Engine
+from ultrascale.train.optimizer import weight_decay
 
 LR, DECAY, BETA1, BETA2, EPS = 0.1, 0.2, 0.9, 0.95, 1e-8
 FIELDS = {"lr": LR, "weight_decay": DECAY, "clip": 0.0, "lr_schedule": "constant", "steps": 3, "beta1": BETA1, "eps": EPS}
@@ -18,9 +20,9 @@ def engine(optimizer: str, **fields: object) -> Engine:
     return engine_of(job_of("gpt2", optimizer=optimizer), Layout(), training_of(**{**FIELDS, **fields}))
 
 
-def stepped(optimizer: str) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
+def stepped(optimizer: str, **fields: object) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
     """Per parameter: the values before and after each of three steps, and the gradients between."""
-    trainer = engine(optimizer)
+    trainer = engine(optimizer, **fields)
     values = [[weight.local.clone()] for weight in trainer.weights]
     gradients: list[list[torch.Tensor]] = [[] for _ in trainer.weights]
     for step in range(3):
@@ -59,6 +61,38 @@ def test_sgd(optimizer: str, momentum: float) -> None:
             torch.testing.assert_close(values[step + 1].double(), weight, rtol=1e-5, atol=1e-6)
 
 
+def test_lion() -> None:
+    for name, values, gradients in stepped("lion", beta2=0.99):
+        weight, moving = values[0].double(), torch.zeros(())
+        for step, gradient in enumerate(gradients):
+            update = torch.sign(BETA1 * moving + (1 - BETA1) * gradient.double())
+            weight = weight * (1 - LR * decay(name)) - LR * update
+            moving = 0.99 * moving + 0.01 * gradient.double()
+            close = (values[step + 1].double() - weight).abs() < 1e-6
+            assert close.double().mean() > 0.99, name  # rounding turns the sign of a key's bias, whose gradient is zero
+
+
+def test_moments_in_bf16_are_rounded_without_bias() -> None:
+    exact, rounded = stepped("adamw", eps=1e-4), stepped("adamw-bf16", eps=1e-4)
+    for (name, values, _), (_, others, _) in zip(exact, rounded, strict=True):
+        torch.testing.assert_close(others[1], values[1], msg=name)  # rounded after the step
+        assert float((others[-1] - values[-1]).abs().max()) < 0.05 * LR, name
+    values = torch.full((2**16,), 1 + 2.0**-9)  # a quarter of the way to the next number of bf16
+    bits = elementwise.random_bits(torch.arange(2**16, dtype=torch.int32), 7)
+    found = elementwise.round_stochastically(values, bits).float()
+    assert sorted(set(found.tolist())) == [1.0, 1 + 2.0**-7]
+    assert abs(float((found - values).mean())) < 2.0**-7 * 0.01
+
+
+def test_random_bits_do_not_depend_on_how_a_weight_is_cut() -> None:
+    shard = Shard("w", (4, 6, 8))
+    whole = elementwise.element_indices(shard, (4, 6, 8), slice(0, 4), torch.device("cpu"))
+    assert torch.equal(whole.flatten(), torch.arange(4 * 6 * 8, dtype=torch.int32))
+    part = Shard("w", (4, 6, 8), dim=2, start=4, length=4, rows=(2, 2))
+    found = elementwise.element_indices(part, (2, 6, 4), slice(1, 2), torch.device("cpu"))
+    assert torch.equal(found, part.piece(whole)[1:])
+
+
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     trainer = engine("adamw")
     loss = trainer.backward(trainer.read(0))
@@ -69,6 +103,14 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
         kept = 1 - LR * decay(weight.shard.name)
         torch.testing.assert_close(weight.local, old * kept)
     assert sum(decay(weight.shard.name) == 0 for weight in trainer.weights) == 2 + 4 * (4 + 6)
+
+
+def test_embedding_and_head_need_not_decay() -> None:
+    found = engine("adamw", decay_embeddings=False)
+    decaying = {weight.shard.name for weight in found.weights if weight_decay(weight, found.training)}
+    assert decaying == {name for weight in found.weights if decay(name := weight.shard.name) and name.startswith("blocks.")}
+    groups = {group["weight_decay"]: len(group["params"]) for group in found.optimizer.inner.param_groups}
+    assert groups == {DECAY: len(decaying), 0.0: len(found.weights) - len(decaying)}
 
 
 def test_the_rate_is_that_of_the_step() -> None:
@@ -84,5 +126,8 @@ def test_the_rate_is_that_of_the_step() -> None:
 
 
 def test_an_optimizer_it_does_not_have_is_refused() -> None:
-    problem = supported.job_problem(job_of("llama", optimizer="muon"))
-    assert problem == "job.optimizer is muon but the engine steps with adamw, sgd-momentum, sgd: try adamw"
+    problem = supported.job_problem(job_of("llama", optimizer="adamw-8bit"))
+    assert (
+        problem
+        == "job.optimizer is adamw-8bit but the engine steps with adamw, adamw-bf16, muon, lion, sgd-momentum, sgd: try adamw"
+    )

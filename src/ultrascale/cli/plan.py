@@ -77,7 +77,7 @@ def plan(
         str | None, typer.Option(help="bf16, fp8, fp16 or fp32. Default: bf16, on a CPU fp32.", show_default=False)
     ] = None,
     gradients: Annotated[str, typer.Option(help="Format of gradient accumulation and reduction: fp32 or bf16.")] = "fp32",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, sgd-momentum or sgd.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, lion, sgd-momentum or sgd.")] = "adamw",
     adapters: Annotated[
         int | None,
         typer.Option("--adapters", min=1, help="Train low-rank adapters (LoRA) of this rank, all other weights frozen."),

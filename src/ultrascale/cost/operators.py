@@ -17,7 +17,7 @@ from ultrascale.cost.memory.states import (
     trained_fraction,
     uses_fused_blocks,
 )
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
 # Bytes that an element of an expert's output costs where its bias is weighed and added separately (TEGroupedMLP._apply_bias),
@@ -254,7 +254,7 @@ def stepped_gradient_bytes(job: Job, columns: LayoutColumns) -> Array:
 
 def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:
     """That a step of the optimizer reads and writes for one weight, the gradient once more for its norm."""
-    state, g = OPTIMIZERS[job.optimizer].state_bytes, stepped_gradient_bytes(job, columns)
+    state, g = job.state_bytes, stepped_gradient_bytes(job, columns)
     mixed: Array | int = compute_bytes(job) if has_master(job) else 0
     if job.framework.fused_blocks and job.optimizer == "adamw":
         mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ultrascale.cost import communication, host, operators
+from ultrascale.cost import communication, host, muon, operators
 from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, rows_of
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
@@ -23,7 +23,7 @@ from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradien
 from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.specs import weights
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 
 
 def compute_depends_on(job: Job) -> tuple[str, ...]:
@@ -315,6 +315,9 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     gathered = np.where((level == 1) | (level == 2), trained * sharded.gather_s, 0.0)
     wait = wait + exposed(gathered, job.framework.overlap * forward, machine.efficiency)
     optimizer, offload = _optimizer(work, params, forward, backward)
+    if OPTIMIZERS[job.optimizer].matrices is not None:
+        spent = muon.time(work, share)
+        optimizer = optimizer + spent.compute_s + spent.exposed_s
     offload = offload + _activation_offload_s(work, share, forward, backward)
     if host.one_queue(job, columns, machine):
         head = totals.head.scaled(share.head)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ultrascale.cost import muon
+from ultrascale.cost.columns import rows_of
 from ultrascale.cost.legality import check
 from ultrascale.cost.memory.chunk import fullest
 from ultrascale.cost.stages import LayoutRows
@@ -75,5 +77,6 @@ def memory_timeline(job: Job, layout: Layout, stage: int = 0) -> tuple[TimelineP
             saved.pop(key)
     end = points[-1].end_s
     static = base + float(state.gradients[stage])
-    points.append(TimelinePoint(end, end, "optimizer step", static, 0.0, 0.0))
+    buffers = muon.step_buffers(job, view.row, rows_of(view.share, slice(stage, stage + 1)))
+    points.append(TimelinePoint(end, end, "optimizer step", static, 0.0, buffers))
     return tuple(points)

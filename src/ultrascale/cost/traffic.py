@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from ultrascale.cost import communication, operators, stages
+from ultrascale.cost import communication, muon, operators, stages
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import activations, states
@@ -32,7 +32,7 @@ from ultrascale.cost.network import CollectiveTransfer, Op, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
 from ultrascale.specs.estimate import Time, Traffic
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
 
 
@@ -50,7 +50,12 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
         "zero": time.zero_s + (time.data_s if layout.zero else 0.0),
         "data": time.data_s if not layout.zero else 0.0,
         "pipeline": time.send_s,
+        "muon": 0.0,
     }
+    if OPTIMIZERS[job.optimizer].matrices is not None:
+        row = LayoutColumns.of([layout])
+        first = stages.share_of(job, row, np.zeros(1, dtype=np.int64))
+        exposed["muon"] = float(muon.time(Workload(job, row, machine), first).exposed_s[0])
     rows = list(of_stage(job, layout, machine, busiest))
     spent: dict[str, float] = defaultdict(float)
     for one in rows:
@@ -154,6 +159,8 @@ def calls_of(stage: Stage) -> Calls:
         yield from _pipeline(stage)
     if layout.data_ranks > 1:
         yield from _zero(stage) if layout.zero else _data(stage)
+    for stack in muon.stacks(stage.job, stage.row, stage.share):
+        yield from stack.calls(stage.machine)
 
 
 def _adapters(stage: Stage) -> Calls:

@@ -116,7 +116,7 @@ def _optimizer(p: PlanFields) -> dict[str, Any]:
         momentum = training.beta1 if p.job.optimizer == "sgd-momentum" else 0.0
         return {"type": "SGD", "params": {**shared, "momentum": momentum}}
     if p.job.optimizer == "muon":
-        return {"type": "Muon", "params": {**shared, "momentum": training.beta1}}
+        return {"type": "Muon", "params": {**shared, "momentum": training.muon_momentum}}
     return {"type": "AdamW", "params": {**shared, "betas": [training.beta1, training.beta2], "eps": training.eps}}
 
 

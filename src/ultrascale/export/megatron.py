@@ -318,7 +318,14 @@ def _optimizer(p: PlanFields) -> dict[str, Any]:
     if name.startswith("sgd"):
         return {"--optimizer": "sgd", "--sgd-momentum": training.beta1 if name == "sgd-momentum" else 0.0}
     if name == "muon":
-        return {"--optimizer": "muon", "--ckpt-format": "torch"}
+        matched = training.muon_scale == "match_rms_adamw"
+        scale = {
+            "--muon-scale-mode": "spectral" if matched else "shape_scaling",
+            "--muon-extra-scale-factor": 0.2 if matched else 1.0,
+        }
+        momentum = {"--muon-momentum": training.muon_momentum, "--muon-use-nesterov": True}
+        # Whole matrices, as here: by default each tp rank orthogonalises its own part.
+        return {"--optimizer": "muon", **momentum, **scale, "--muon-tp-mode": "duplicated", "--ckpt-format": "torch"}
     found: dict[str, Any] = {"--optimizer": "adam", "--adam-beta1": training.beta1, "--adam-beta2": training.beta2}
     states = next(dtype for dtype, optimizer in _STATES.items() if optimizer == name)
     if p.layout.offload != "none" or states != "fp32":

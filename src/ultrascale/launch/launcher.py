@@ -18,7 +18,6 @@ from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.folders import CHECKPOINTS, LOCK, MEASUREMENT, METRICS, PLAN, free_bytes, locked
-from ultrascale.specs.job import OPTIMIZERS
 from ultrascale.specs.measurement import Measurement
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
@@ -120,7 +119,7 @@ def _check_disk_space(request: Request, out: Path) -> None:
     if not request.checkpoint.save:
         return
     job, settings = request.job, request.checkpoint
-    each = job.model.parameters * (4 + OPTIMIZERS[job.optimizer].state_bytes)
+    each = job.model.parameters * (4 + job.state_bytes)
     last = math.inf if request.resume is None else checkpoint.step_of(request.resume)
     free, existing = free_bytes(out), sum(checkpoint.step_of(one) <= last for one in checkpoint.complete(out))
     if free < each:

@@ -16,7 +16,6 @@ from ultrascale.measure.doctor_facts import MachineFacts
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.job import OPTIMIZERS
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
@@ -381,7 +380,7 @@ def plan_memory(plan: Plan, facts: MachineFacts) -> Verdict:
 
 def plan_checkpoints(plan: Plan, facts: MachineFacts) -> Verdict:
     """Those that are kept, and the one that is being written."""
-    each = MASTER_BYTES + OPTIMIZERS[plan.job.optimizer].state_bytes
+    each = MASTER_BYTES + plan.job.state_bytes
     one, free, keep = plan.job.model.parameters * each, facts.disk.free_bytes, Checkpointing().keep
     text = f"one takes {one / GIB:,.2f} GiB ({each:g} bytes a parameter), {free / GIB:,.1f} GiB are free at {facts.disk.place}"
     if one > free:

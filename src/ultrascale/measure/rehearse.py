@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ultrascale.cost import flops
-from ultrascale.cost.columns import LayoutColumns
+from ultrascale.cost import flops, muon
+from ultrascale.cost.columns import LayoutColumns, rows_of
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DEVICES = ("meta", "cuda")
 KERNELS = ("fused", "eager")
 STATES = ("parameters", "master", "gradients", "optimizer")
-TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "bookkeeping")
+TECHNIQUES = ("tensor", "context", "expert", "pipeline", "data", "zero", "muon", "bookkeeping")
 EAGER = "operators run one by one, as on a CPU: on a GPU our kernels keep less"
 COMPILED = "blocks run operator by operator, which torch.compile would fuse: they hold more for a moment than it would"
 BALANCED = "experts are chosen equally often, in the rehearsal and in the prediction beside it"
@@ -378,4 +378,5 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         total += count * (passes * sum(matmuls.values()) + 3 * (scores + adapters)) + recomputed * again
         if frozen and share.embedding[stage] and not moe:  # nothing asks for the gradient of the first layer's input
             total -= matmuls["qkv"] + beside[0][1]
-    return total * layout.gas
+    of_stage = rows_of(share, slice(stage, stage + 1))
+    return total * layout.gas + float(muon.flops(job, row, of_stage)[0])

@@ -91,6 +91,7 @@ def unconnected_groups(mesh: Mesh) -> tuple[Mesh, dict[str, str]]:
         "ep": "expert",
         **dict.fromkeys(("pp", "ends"), "pipeline"),
         **dict.fromkeys(("data", "shard", "replica", "expert_data", "expert_shard"), data),
+        **dict.fromkeys(("stage", "copies", "expert_copies"), "muon"),
         **dict.fromkeys(("parts", "world"), "bookkeeping"),
     }
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}

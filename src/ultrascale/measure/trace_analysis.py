@@ -32,6 +32,7 @@ ADVICE = {
     "pipeline": "more micro-batches (layout.gas), or a schedule with a smaller bubble",
     "zero": "a larger layout.mbs, so that a layer computes for longer than its weights take to come, or a lower layout.zero",
     "data": "more micro-batches between reductions (layout.gas), or train.compress=bf16",
+    "muon": "a larger batch (layout.gas), so that the optimizer steps less often",
     "bookkeeping": "ranks that have as much to do as the slowest: these wait for it at the end of a step",
     "unknown": "names for process groups (group_desc), so that the next trace names their technique",
 }

@@ -22,7 +22,7 @@ from ultrascale.measure.trace_file import TraceFile
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.validate import shown
 
-TECHNIQUES = ("tensor", "context", "expert", "pipeline", "zero", "data", "bookkeeping", "unknown")
+TECHNIQUES = ("tensor", "context", "expert", "pipeline", "zero", "data", "muon", "bookkeeping", "unknown")
 """time that several techniques share is counted for the first of them"""
 ACTION = re.compile(r"(forward|backward|input gradients|weight gradients) stage (\d+) micro-batch (\d+)\Z")
 """pipeline actions, as parallel/pipeline.py names them"""

@@ -309,7 +309,7 @@ class ProgramGenerator:
         pick = self.random.choice
         model = pick(MODELS)
         precision = pick(("fp32", "fp32", "fp32", "bf16", "fp16", "fp8"))
-        optimizer = pick(("adamw", "adamw", "adamw", "sgd-momentum", "sgd"))
+        optimizer = pick(("adamw", "adamw", "muon", "sgd-momentum", "sgd"))
         training = self._training(model)
         launches: list[Launch] = []
         for number in range(pick((1, 2, 2, 3, 3))):

@@ -183,7 +183,7 @@ class StepRunner:
         for weight in self.engine.weights:
             name, piece = weight.shard.name, weight.shard.piece
             yield Item(f"{at}/weight/{name}", weight.exact().clone(), piece)
-            for moment in optimizer.moments if optimizer.updates else ():
+            for moment in optimizer.moments(weight) if optimizer.updates else ():
                 yield Item(f"{at}/{moment}/{name}", optimizer.moment(weight, moment).clone(), piece)
 
 

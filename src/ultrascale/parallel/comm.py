@@ -39,6 +39,7 @@ TECHNIQUES = {
     "pp": "pipeline",
     "zero": "zero",
     "dp": "data",
+    "muon": "muon",
     "norm": "bookkeeping",
     "world": "bookkeeping",
 }

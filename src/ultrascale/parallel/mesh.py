@@ -69,6 +69,11 @@ class Mesh:
     """tp ranks that hold the same kv heads, if there are fewer heads than ranks"""
     ends: Axis
     """first and last pipeline rank: both hold a tied embedding"""
+    stage: Axis
+    """ranks of a pipeline stage that together hold one copy of its weights: ZeRO's shards and tp"""
+    copies: Axis
+    """ranks that hold the same parts of a stage, experts left aside"""
+    expert_copies: Axis
     parts: Axis
     """ranks that together hold all weights, gradients and optimizer states once: the gradient norm is summed over them"""
     world: Axis
@@ -117,6 +122,7 @@ class Mesh:
         first = place.tp - place.tp % copies
         # Without ZeRO all data ranks hold the same parameters, except experts.
         begin, width = (mine * shards, shards) if layout.zero else (first_expert, layout.ep)
+        held = slice(mine * shards, (mine + 1) * shards) if layout.zero else slice(place_in_data, place_in_data + 1)
         stage_parts = [
             other
             for pp, tp in product(every["pp"], every["tp"])
@@ -138,6 +144,9 @@ class Mesh:
             expert_shard=axis("zero", shard[experts :: layout.ep] if layout.zero else [rank]),
             kv=axis("tp", along(tp=range(first, first + copies))),
             ends=_ends(axis, along(pp=[0, layout.pp - 1]), rank, layout.pp),
+            stage=axis("muon", sorted(other for tp in every["tp"] for other in _data_ranks(layout, place.pp, tp)[held])),
+            copies=axis("muon", data[offset::shards] if layout.zero else data),
+            expert_copies=axis("muon", data[offset::shards] if layout.zero else data[experts :: layout.ep]),
             parts=axis("norm", sorted(stage_parts)),
             world=axis("world", range(layout.gpus)),
             clock=clock,
@@ -250,6 +259,16 @@ class Shard:
         return slice(min(self.pieces.rank * each, count), min((self.pieces.rank + 1) * each, count))
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
+    def is_matrix(self) -> bool:
+        """Not a norm or a bias."""
         return len(self.shape) > 1
+
+    @property
+    def is_in_layer(self) -> bool:
+        """Neither of embedding nor of head."""
+        return self.name.startswith("blocks.")
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether Muon steps it: matrices of layers, neither embedding nor head; a gate of one row is a vector."""
+        return self.is_matrix and self.is_in_layer and min(self.shape[-2:]) > 1

@@ -12,7 +12,7 @@ from ultrascale.plan.candidates import LayoutConstraints, Objective
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import CAUSES, Estimate
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Dispatcher, Layout
 from ultrascale.specs.plan import Neighbour
 from ultrascale.specs.units import GIB, count, seconds
@@ -221,7 +221,7 @@ def _size(gib: float, digits: int = 1) -> str:
 def estimate_alone_gib(job: Job) -> float:
     """Parameters, and of those that are trained master, gradients and optimizer states (no activations), in GiB."""
     master = 4 if job.precision != "fp32" else 0
-    trained = master + gradient_bytes(job) + OPTIMIZERS[job.optimizer].state_bytes
+    trained = master + gradient_bytes(job) + job.state_bytes
     return job.model.parameters * (compute_bytes(job) + trained_fraction(job) * trained) / GIB
 
 

@@ -15,7 +15,7 @@ from ultrascale.specs.validate import FrozenSpec, build
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 AdapterTargets = Literal["all", "qkv"]
-Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "sgd-momentum", "sgd"]
+Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon", "lion", "sgd-momentum", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,29 @@ class OptimizerSpec:
     """of its states per parameter"""
     moments: tuple[str, ...] | None = None
     """the states by torch's names; None: the engine has no such optimizer, the planner does (train/optimizer.py builds it)"""
+    in_bf16: bool = False
+    """its states are in bf16, not in fp32"""
+    matrices: OptimizerSpec | None = None
+    """what steps hidden matrices (specs/weights.py), where it is not what steps all other weights"""
+
+    @property
+    def all_moments(self) -> tuple[str, ...]:
+        return (self.moments or ()) + ((self.matrices.moments or ()) if self.matrices is not None else ())
+
+    def of(self, is_hidden_matrix: bool) -> OptimizerSpec:
+        """What steps such a weight."""
+        return self.matrices if is_hidden_matrix and self.matrices is not None else self
 
 
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same in bf16 or in 8 bits (Dettmers 2022), one
-# fp32 moment for Muon and momentum.
+# fp32 moment for momentum, for Muon's matrices (Jordan 2024) and for Lion (Chen 2023).
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(8, ("exp_avg", "exp_avg_sq")),
-    "adamw-bf16": OptimizerSpec(4),
+    "adamw": OptimizerSpec(8, ADAMW_MOMENTS),
+    "adamw-bf16": OptimizerSpec(4, ADAMW_MOMENTS, in_bf16=True),
     "adamw-8bit": OptimizerSpec(2),
-    "muon": OptimizerSpec(4),
+    "muon": OptimizerSpec(8, ADAMW_MOMENTS, matrices=OptimizerSpec(4, ("momentum_buffer",))),
+    "lion": OptimizerSpec(4, ("exp_avg",)),
     "sgd-momentum": OptimizerSpec(4, ("momentum_buffer",)),
     "sgd": OptimizerSpec(0, ()),
 }
@@ -97,6 +111,15 @@ class Job(FrozenSpec):
     def sequences(self) -> int:
         """Sequences in one global batch: the nearest whole number, at least one."""
         return max(1, round(self.batch_tokens / self.seq))
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the optimizer's states per parameter, in the mean over the model."""
+        spec = OPTIMIZERS[self.optimizer]
+        if spec.matrices is None:
+            return spec.state_bytes
+        matrices = self.model.hidden_matrix_elements / self.model.parameters
+        return matrices * spec.matrices.state_bytes + (1 - matrices) * spec.state_bytes
 
     @property
     def peak_flops(self) -> float:

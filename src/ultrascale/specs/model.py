@@ -233,6 +233,15 @@ class Model(FrozenSpec):
         return weights.elements(ends) + self.dense_layers * dense + self.moe_layers * moe
 
     @property
+    def hidden_matrix_elements(self) -> int:
+        """Elements of the layers' matrices, routed experts included: neither embedding and head nor vectors."""
+        dense, moe = (
+            weights.elements(one for one in weights.layer_weights(self, moe) if one.is_hidden_matrix) for moe in (False, True)
+        )
+        moe += self.moe.experts * self.expert_parameters if self.moe else 0
+        return self.dense_layers * dense + self.moe_layers * moe
+
+    @property
     def active_parameters(self) -> int:
         """What one token passes through: all but the routed experts it is not sent to."""
         idle = self.moe.experts - self.moe.top_k if self.moe else 0

@@ -18,6 +18,7 @@ LONGEST_WARMUP = 2000  # steps; what Llama 2 used for 500,000 (Touvron 2023, sec
 
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 Compress = Literal["none", "bf16", "int8"]
+MuonScale = Literal["match_rms_adamw", "original"]
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Kernels = Literal["fused", "compile", "eager"]
 Graphs = Literal["auto", "always", "never"]
@@ -25,6 +26,9 @@ ExpertOverlap = Literal["auto", "none", "gradients", "rows"]
 Fp8Scaling = Literal["tensor", "row", "block"]
 Fp8Keep = Literal["ends", "head", "none"]
 Fp8Gather = Literal["auto", "fp8", "bf16"]
+
+# Settings that one optimizer alone reads.
+OPTIMIZER_SETTINGS = {"muon_momentum": ("muon",), "muon_scale": ("muon",)}
 
 FP8_BLOCK = 128  # numbers that share a scale
 # What sizes of a weight, and tokens where a matmul sums over them, must be multiples of: the kernels' alignment. A row of
@@ -55,11 +59,18 @@ class Training(FrozenSpec):
     lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
     decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
     weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="of matrices alone; decoupled with AdamW")
-    beta1: float = Field(
-        0.9, ge=0, lt=1, strict=True, description="Adam's decay of the mean gradient; momentum of SGD and Muon"
+    decay_embeddings: bool = Field(True, strict=True, description="whether weight_decay applies to embedding and head too")
+    beta1: float = Field(0.9, ge=0, lt=1, strict=True, description="decay of the mean gradient (AdamW, Lion); momentum of SGD")
+    beta2: float = Field(
+        0.95, ge=0, lt=1, strict=True, description="decay of the mean squared gradient (AdamW), of momentum (Lion)"
     )
-    beta2: float = Field(0.95, ge=0, lt=1, strict=True, description="Adam's decay of the mean squared gradient")
     eps: float = Field(1e-8, gt=0, le=1, strict=True, description="Adam's term below the fraction")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, strict=True, description="Muon: Nesterov momentum of matrices")
+    muon_scale: MuonScale = Field(
+        "match_rms_adamw",
+        description="Muon: what an orthogonalised update of a matrix m × n is multiplied by, 0.2·sqrt(max(m, n)), as large as "
+        "an update of AdamW so that one lr fits both, or sqrt(max(1, m / n)) (original)",
+    )
     clip: float = Field(1.0, ge=0, le=1e6, strict=True, description="highest gradient norm; 0: no clipping")
     eval_every: int = Field(0, ge=0, le=2**40, strict=True, description="steps between evaluations; 0: none")
     eval_batches: int = Field(4, ge=1, le=2**20, strict=True, description="global batches in one evaluation")

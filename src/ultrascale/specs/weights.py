@@ -30,6 +30,13 @@ class WeightShape:
     def elements(self) -> int:
         return self.rows * self.width
 
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether Muon steps it, in a layer: a linear's or a router's weight, no vector. A norm's weight and bias are one entry
+        of two columns.
+        """
+        return (self.matmul or self.partial) and min(self.rows, self.width) > 1
+
 
 def elements(weights: Iterable[WeightShape]) -> int:
     return sum(weight.elements for weight in weights)

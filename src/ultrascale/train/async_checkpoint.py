@@ -65,9 +65,7 @@ class CheckpointManager:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Allocated now and not at the first checkpoint: faulting in the pages, and pinning them for a GPU, takes seconds.
         background = settings.every > 0 and settings.background
-        self._buffer = (
-            _allocate(_states(engine, True, engine.optimizer.moments), self._stream is not None) if background else None
-        )
+        self._buffer = _allocate(_states(engine, True, True), self._stream is not None) if background else None
 
     def save(self, step: int, wait: bool = False) -> float:
         """Saves the state after `step` steps. Returns the seconds for which it has blocked training so far."""
@@ -114,7 +112,7 @@ class CheckpointManager:
 
     def _copy_and_write(self, state: CheckpointState, rng_states: Pieces, copied: bool) -> None:
         try:
-            pieces = (self._copy_to_host() if copied else _states(self.engine, True, self._moments())) | rng_states
+            pieces = (self._copy_to_host() if copied else _states(self.engine, True, self._has_moments)) | rng_states
         except RuntimeError as error:  # no memory for the copy. Other ranks wait for this one: it takes part, and fails there
             pieces = {}
             sys.stderr.write(f"\nwarning: rank {self.engine.mesh.rank} could not copy its state aside: {error}\n")
@@ -124,7 +122,7 @@ class CheckpointManager:
 
     def _copy_to_host(self) -> Pieces:
         """Copies the state to a host buffer, which is reused by all checkpoints."""
-        states = _states(self.engine, True, self._moments())
+        states = _states(self.engine, True, self._has_moments)
         if self._buffer is None:
             self._buffer = _allocate(states, self._stream is not None)
         copied, offset = Pieces(), 0
@@ -166,15 +164,16 @@ class CheckpointManager:
             layout=engine.mesh.layout,
             training=engine.training,
             updates=engine.optimizer.updates,
-            moments=self._moments(),
+            moments=engine.optimizer.spec.all_moments if self._has_moments else (),
             loss_scale=scale.value if scale.used else None,
             good_steps=scale.good,
             checkpointing=self.settings,
             base=engine.base,
         )
 
-    def _moments(self) -> tuple[str, ...]:
-        return self.engine.optimizer.moments if self.engine.optimizer.updates else ()
+    @property
+    def _has_moments(self) -> bool:
+        return self.engine.optimizer.updates > 0
 
     def _reason(self, error: BaseException | None) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -223,21 +222,27 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
         if base is source:
             return
     engine.optimizer.continued(0 if weights_alone else source.updates)
-    buffers = {id(weight): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
-    pieces = _states(engine, False, engine.optimizer.moments if engine.optimizer.updates else (), buffers)
+    optimizer, has_moments = engine.optimizer, engine.optimizer.updates > 0
+    buffers = {(id(weight), "model"): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
+    if has_moments and optimizer.spec.in_bf16:
+        moments = [(weight, name) for weight in engine.weights for name in optimizer.moments(weight)]
+        buffers |= {(id(weight), f"optimizer.{name}"): torch.empty(weight.master.shape) for weight, name in moments}
+    pieces = _states(engine, False, has_moments, buffers)
     rng_states = {} if weights_alone else _saved_rng_states(engine, source)
     _load(pieces | rng_states, source, group, moving)
     for name in _rng_states(engine).get("random", {}):
         if saved := rng_states.get("random", {}).get(name):
             torch.cuda.set_rng_state(saved.tensor()) if name.endswith("cuda") else torch.set_rng_state(saved.tensor())
     for weight in engine.weights:
-        if weight.is_split:
-            weight.set(buffers[id(weight)])
+        for name in ("model", *optimizer.moments(weight)):
+            buffer = buffers.get((id(weight), name if name == "model" else f"optimizer.{name}"))
+            if buffer is not None and weight.master.numel():
+                weight.set(buffer) if name == "model" else optimizer.set_moment(weight, name, buffer)
     for head, embedding in _tied_weights(engine, engine.weights):
         head.set(embedding.exact())
-        for name in engine.optimizer.moments if engine.optimizer.updates else ():
-            engine.optimizer.moment(head, name).copy_(engine.optimizer.moment(embedding, name))
-    engine.optimizer.fill()
+        for name in optimizer.moments(head) if has_moments else ():
+            optimizer.set_moment(head, name, optimizer.moment(embedding, name))
+    optimizer.fill()
     if not weights_alone and source.loss_scale is not None and engine.scale.used:
         engine.scale.value, engine.scale.good = source.loss_scale, source.good_steps
 
@@ -281,22 +286,25 @@ def _allocate(states: Pieces, pinned: bool) -> torch.Tensor:
     return buffer
 
 
-def _states(engine: Engine, own: bool, moments: tuple[str, ...], buffers: Mapping[int, torch.Tensor] | None = None) -> Pieces:
-    """Weights and moments of this rank; `own`: of those replicated on several ranks, only the ones that this rank writes.
+def _states(engine: Engine, own: bool, moments: bool, buffers: Mapping[tuple[int, str], torch.Tensor] | None = None) -> Pieces:
+    """Weights of this rank, and moments; `own`: of those replicated on several ranks, only the ones that this rank writes.
 
-    Split masters are joined when they are read; with `buffers`, by id of the weight, they are loaded into these.
+    In fp32: split masters and moments in bf16 are converted when they are read, and loaded into `buffers`, by id of the weight
+    and section.
     """
     optimizer, pieces = engine.optimizer, Pieces()
     for number, weight in enumerate(engine.weights):
         if not weight.master.numel() or (own and not _writes(weight, number)):
             continue
-        name = _stored_name(weight, engine)
+        stored = _stored_name(weight, engine)
         shape, sizes = weight.shard.shape, tuple(weight.master.shape)
-        buffer = None if buffers is None else buffers.get(id(weight))
-        tensors = {"model": weight.exact if buffer is None else partial(_itself, buffer)}
-        tensors |= {f"optimizer.{moment}": partial(optimizer.moment, weight, moment) for moment in moments}
+        tensors: dict[str, Callable[[], torch.Tensor]] = {"model": weight.exact}
+        if moments:
+            tensors |= {f"optimizer.{name}": partial(optimizer.moment, weight, name) for name in optimizer.moments(weight)}
         for section, tensor in tensors.items():
-            pieces.setdefault(section, {}).setdefault(name, TensorSlice(shape, weight.shard.offsets, sizes, tensor))
+            if buffers is not None and (id(weight), section) in buffers:
+                tensor = partial(_itself, buffers[id(weight), section])
+            pieces.setdefault(section, {}).setdefault(stored, TensorSlice(shape, weight.shard.offsets, sizes, tensor))
     return pieces
 
 

@@ -24,6 +24,8 @@ from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, forea
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import groups_up_to
+from ultrascale.train.elementwise import BF16AdamW, Lion
+from ultrascale.train.muon import Muon
 
 if TYPE_CHECKING:
     from ultrascale.kernels.adamw_triton import MultiTensorAdamW
@@ -79,10 +81,16 @@ class Optimizer:
         graphs: CUDAGraphPool | None = None,
     ) -> None:
         self.weights, self.training, self.mesh = list(weights), training, mesh
-        self.inner = None if fused else _inner(self.weights, job, training)
+        self.spec = OPTIMIZERS[job.optimizer]
+        matrices = [weight for weight in self.weights if self._is_matrix(weight)]
+        self.muon = Muon(matrices, job, training, mesh) if matrices else None
+        self.others = [weight for weight in self.weights if not self._is_matrix(weight)]
+        """what Muon does not step"""
+        self.inner = None if fused else _inner(self.others, job, training)
         """torch's optimizer; None: the fused AdamW kernel steps"""
-        self.moments = OPTIMIZERS[job.optimizer].moments or ()
-        self.state: MutableMapping[torch.Tensor, dict[str, Any]] = defaultdict(dict) if self.inner is None else self.inner.state
+        self._states: MutableMapping[torch.Tensor, dict[str, Any]] = (
+            defaultdict(dict) if self.inner is None else self.inner.state
+        )
         self.updates = 0
         self.norm = graphed(self._norm, graphs)
         self._step_inputs = torch.zeros(4, device=mesh.device)
@@ -111,12 +119,16 @@ class Optimizer:
             self.scale_gradients(factor)
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
+        if isinstance(self.inner, BF16AdamW):
+            self.inner.updates = self.updates + 1
         for weights in self._groups():
             for weight in weights:
                 weight.master.grad = weight.gradient.to(weight.master)
             self.inner.step()  # skips weights without a gradient
             for weight in weights:
                 weight.master.grad = None
+        if self.muon is not None:
+            self.muon.step(learning_rate)
         self.updates += 1
         copied = [weight for weight in self.weights if weight.master is not weight.local]
         if copied:
@@ -128,10 +140,10 @@ class Optimizer:
 
         Casts of all gradients at once would take as much memory as the masters.
         """
-        if all(weight.gradient.dtype == weight.master.dtype for weight in self.weights):
-            return [self.weights]
-        largest = max(weight.master.numel() for weight in self.weights)
-        return groups_up_to(largest, self.weights, lambda weight: weight.master.numel())
+        if all(weight.gradient.dtype == weight.master.dtype for weight in self.others):
+            return [self.others]
+        largest = max(weight.master.numel() for weight in self.others)
+        return groups_up_to(largest, self.others, lambda weight: weight.master.numel())
 
     def _step_fused(self, learning_rate: float, factor: float | torch.Tensor) -> None:
         from ultrascale.kernels import adamw_triton
@@ -153,23 +165,40 @@ class Optimizer:
 
         training, weights = self.training, []
         for weight in self.weights:
-            moments = self.state[weight.master]
+            moments = self._states[weight.master]
             if not moments:
                 moments.update(self._zero_moments(weight))
             tensors = weight.master, weight.gradient.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]
             copy = weight.local if weight.master is not weight.local else None
-            decay = training.weight_decay if weight.shard.decays else 0.0
+            decay = weight_decay(weight, training)
             weights.append(adamw_triton.AdamWTensors(*tensors, copy, decay))
         self._kernel.step(weights, self._step_inputs, (training.beta1, training.beta2), training.eps)
 
     def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
-        """Moments before the first update, in fp32 also for split masters."""
-        return {name: torch.zeros_like(weight.master, dtype=torch.float32) for name in self.moments}
+        """Moments before the first update."""
+        dtype = torch.bfloat16 if self.spec.of(self._is_matrix(weight)).in_bf16 else torch.float32
+        return {name: torch.zeros_like(weight.master, dtype=dtype) for name in self.moments(weight)}
+
+    def _is_matrix(self, weight: Weight) -> bool:
+        """Whether Muon steps it."""
+        return self.spec.matrices is not None and weight.shard.is_hidden_matrix
+
+    def moments(self, weight: Weight) -> tuple[str, ...]:
+        """The names of its states."""
+        return self.spec.of(self._is_matrix(weight)).moments or ()
+
+    def _state(self, weight: Weight) -> dict[str, Any]:
+        states = self.muon.state if self.muon is not None and self._is_matrix(weight) else self._states
+        return states[weight.master]
 
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
-        moment = self.state[weight.master][name]
+        """In fp32; a copy if it is kept in bf16."""
+        moment = self._state(weight)[name]
         assert isinstance(moment, torch.Tensor)
-        return moment
+        return moment.float()
+
+    def set_moment(self, weight: Weight, name: str, values: torch.Tensor) -> None:
+        self._state(weight)[name].copy_(values)
 
     def continued(self, updates: int) -> None:
         """Sets the state to that after `updates` updates, with zero moments for the caller to fill."""
@@ -177,9 +206,9 @@ class Optimizer:
         if not updates:
             return
         for weight in self.weights:
-            state = self.state[weight.master]
+            state = self._state(weight)
             state.update(self._zero_moments(weight))
-            if "exp_avg" in self.moments:
+            if "exp_avg" in state:
                 state["step"] = torch.tensor(float(updates), device=weight.master.device)
 
     @torch.no_grad()
@@ -191,7 +220,7 @@ class Optimizer:
 
     def state_tensors(self) -> list[torch.Tensor]:
         """The moments, for the memory report."""
-        states = self.state.values()
+        states = [*self._states.values(), *(self.muon.state.values() if self.muon is not None else ())]
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
     def first_not_finite(self) -> str | None:
@@ -199,16 +228,28 @@ class Optimizer:
         return next((w.shard.name for w in self.weights if not bool(torch.isfinite(w.gradient).all())), None)
 
 
+def weight_decay(weight: Weight, training: Training) -> float:
+    """Of matrices; not of norms and biases."""
+    decays = weight.shard.is_matrix and (training.decay_embeddings or weight.shard.is_in_layer)
+    return training.weight_decay if decays else 0.0
+
+
 def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [w.master for w in weights if w.shard.decays == decays], "weight_decay": decay}
-        for decays, decay in ((True, training.weight_decay), (False, 0.0))
+    decays = {id(weight): weight_decay(weight, training) for weight in weights}
+    groups: list[dict[str, Any]] = [
+        {"params": [weight.master for weight in weights if decays[id(weight)] == decay], "weight_decay": decay}
+        for decay in dict.fromkeys((training.weight_decay, 0.0))
     ]
     groups = [group for group in groups if group["params"]]
-    if job.optimizer == "adamw":
+    if job.optimizer in ("adamw", "muon"):
         betas = (training.beta1, training.beta2)
         # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
+    if job.optimizer == "adamw-bf16":
+        betas, tied = (training.beta1, training.beta2), job.model.tied_embeddings
+        return BF16AdamW(groups, training.lr, betas, training.eps, weights, tied)
+    if job.optimizer == "lion":
+        return Lion(groups, training.lr, (training.beta1, training.beta2))
     assert job.optimizer in ("sgd", "sgd-momentum")  # train/supported.py refuses the others
     return torch.optim.SGD(groups, lr=training.lr, momentum=training.beta1 if job.optimizer == "sgd-momentum" else 0.0)
 

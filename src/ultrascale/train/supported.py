@@ -11,7 +11,7 @@ from ultrascale.specs.engine import OWN_ENGINE
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
-from ultrascale.specs.training import Training
+from ultrascale.specs.training import OPTIMIZER_SETTINGS, WHAT, Training
 
 
 def check(job: Job, layout: Layout, training: Training) -> None:
@@ -53,6 +53,7 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
     if training.tp_chunks > 1 and layout.tp > 1 and layout.sequence_parallel:
         yield from _chunk_problems(training.tp_chunks, layout.mbs, job.seq // layout.cp // layout.tp)
     yield from _expert_problems(job, layout, training)
+    yield from _optimizer_problems(job, training)
     if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
         yield f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
 
@@ -64,6 +65,17 @@ def _chunk_problems(chunks: int, sequences: int, length: int) -> Iterator[str]:
             f"train.tp_chunks is {chunks} but a rank's slice of a micro-batch is {sequences} × {length} tokens, and a chunk is "
             f"one or more sequences, or an equal part of one: try {near(chunks, works)}"
         )
+
+
+def _optimizer_problems(job: Job, training: Training) -> Iterator[str]:
+    for field, optimizers in OPTIMIZER_SETTINGS.items():
+        value, default = getattr(training, field), Training.model_fields[field].default
+        if value != default and job.optimizer not in optimizers:
+            known = " or ".join(optimizers)
+            yield (
+                f"{WHAT}.{field} is {value} but job.optimizer is {job.optimizer}, not {known}: try {default}, or "
+                f"job.optimizer={optimizers[0]}"
+            )
 
 
 def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
 from ultrascale.specs import weights
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 
 Owner = Literal["activations", "buffers", "gradients", "parameters"]
 OWNERS: tuple[Owner, ...] = ("activations", "buffers", "gradients", "parameters")
@@ -166,7 +166,8 @@ class ChunkMemory:
     @cached_property
     def rank_params(self) -> states.RankParameters:
         """Parameters of the rank."""
-        return states.on_rank(self.job.model, self.columns, self.rank_share, self.shards)
+        matrices = OPTIMIZERS[self.job.optimizer].matrices is not None
+        return states.on_rank(self.job.model, self.columns, self.rank_share, self.shards, matrices)
 
     @cached_property
     def own(self) -> states.RankParameters:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ultrascale.cost import muon
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare, rows_of
 from ultrascale.cost.memory import activations, tensors
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint
@@ -29,7 +30,7 @@ from ultrascale.cost.memory.states import (
 )
 from ultrascale.cost.memory.tensors import ChunkEvent
 from ultrascale.schedules import KINDS, REGISTRY, ActionKind, InFlightCounts, counts
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import GIB
 
@@ -347,8 +348,14 @@ class Peak:
     freed_parameters: float
     """bytes of the rank's parameters that are not live then: `buffers` is less by it"""
 
+    @property
+    def live(self) -> float:
+        return self.activations + self.buffers + self.gradients
+
     def in_flight(self, layers: tuple[int, ...]) -> float:
         """Micro-batches' worth of the rank's layers."""
+        if not self.chunks:
+            return 0.0
         return sum(count * layers[chunk] for chunk, count in self.chunks.items()) / sum(layers[chunk] for chunk in self.chunks)
 
 
@@ -373,10 +380,22 @@ def peaks(view: LayoutRows) -> list[Peak]:
     others = OtherChunks.of(view, steady, actions) if allocates else None
     totals = np.stack([point.totals(actions, others) for point in points], axis=1)
     fullest = totals.reshape(layout.pp, -1).argmax(axis=1)
-    return [
+    found = [
         points[which].peak(actions, others, rank, int(action), view.chunks[rank])
         for rank, (which, action) in enumerate(zip(*np.divmod(fullest, actions.stage.shape[1]), strict=True))
     ]
+    if OPTIMIZERS[view.job.optimizer].matrices is None or view.row.offloads_states[0]:
+        return found
+    return [max(one, _optimizer_step(view, rank), key=lambda peak: peak.live) for rank, one in enumerate(found)]
+
+
+def _optimizer_step(view: LayoutRows, rank: int) -> Peak:
+    """Where whole matrices are gathered: nothing of forward and backward is live, nor what ZeRO-1 and 2 gathered."""
+    layout, state = view.layout, view.state
+    buffers = muon.step_buffers(view.job, view.row, rows_of(view.share, slice(rank, rank + 1)))
+    freed = float(state.parameters[rank]) if _sharded(layout) and (layout.zero < 3 or layout.keep_gathered) else 0.0
+    gradients = most_gradients(view, rank) if _sharded(layout) else float(state.gradients[rank])
+    return Peak(0.0, 0.0, buffers - freed, gradients, {}, "optimizer step", freed)
 
 
 def _sharded(layout: Layout) -> bool:

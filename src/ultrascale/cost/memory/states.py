@@ -235,13 +235,17 @@ class RankParameters:
     """of these, what only makes rows divide among shards"""
     layers: Array
     """how many"""
+    matrices: Array
+    """of trunk, hidden matrices, where the optimizer steps these otherwise; experts are such matrices too"""
 
     @property
     def total(self) -> Array:
         return np.asarray(self.trunk + self.experts)
 
 
-def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1) -> RankParameters:
+def on_rank(
+    model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1, count_matrices: bool = False
+) -> RankParameters:
     layer = per_layer(model, columns, shards)
     # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
     owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)
@@ -254,6 +258,9 @@ def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Arra
         for each in (layer.moe + layer.experts, layer.moe + np.where(columns.ep > 1, 0, layer.experts))
     )
     trunk, experts = share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends, share.moe_layers * layer.experts
+    matrices = np.zeros(len(columns))
+    if count_matrices:
+        matrices = _of_layers(model, columns, share, shards, lambda weight: weight.is_hidden_matrix)
     unpadded = on_rank(model, columns, share).total if np.any(np.asarray(shards) > 1) else trunk + experts
     return RankParameters(
         trunk=trunk,
@@ -263,6 +270,7 @@ def on_rank(model: Model, columns: LayoutColumns, share: RankShare, shards: Arra
         block=np.maximum(dense_layer, moe_block),
         padding=trunk + experts - unpadded,
         layers=np.asarray(share.layers),
+        matrices=matrices,
     )
 
 
@@ -329,6 +337,12 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
         return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
+    spec = OPTIMIZERS[job.optimizer]
+    optimizer = sharded(spec.state_bytes, zero >= 1)
+    if spec.matrices is not None:
+        cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, expert_shards, 1)
+        matrices = params.matrices / cut + params.experts / expert_cut
+        optimizer = optimizer + (spec.matrices.state_bytes - spec.state_bytes) * matrices
     keeps = columns.keep_gathered == 1
     compute, optimizer_sharded = compute_bytes(job), zero >= 1
     # ZeRO-3 that keeps its layers gathered holds the whole copy through the step, as ZeRO-2 does.
@@ -366,7 +380,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         parameters=np.where(columns.is_("offload", "parameters"), 0.0, parameters),
         master=np.where(on_gpu, master, 0.0),
         gradients=gradients,
-        optimizer=np.where(on_gpu, sharded(OPTIMIZERS[job.optimizer].state_bytes, optimizer_sharded), 0.0),
+        optimizer=np.where(on_gpu, optimizer, 0.0),
     )
 
 
@@ -375,7 +389,7 @@ def _states_with_adapters(job: Job, columns: LayoutColumns, params: RankParamete
     shards = fsdp_shards(job, columns)
     each, alone = (on_tp_rank(adapter_weights(job), job.model, columns, of) for of in (shards, 1))
     total = params.layers * each
-    adapters = RankParameters(total, nothing, nothing, each, each, params.layers * (each - alone), params.layers)
+    adapters = RankParameters(total, nothing, nothing, each, each, params.layers * (each - alone), params.layers, nothing)
     trained = states(job.model_copy(update={"adapter_rank": None}), columns, adapters)
     here = ~columns.is_("offload", "parameters")
     cut = np.where(columns.zero >= 1, columns.shards, 1)

@@ -1,0 +1,129 @@
+"""Optimizers that torch does not have and that step each element for itself: Lion, and AdamW with moments in bf16.
+
+They have the interface of torch.optim.Optimizer. Weights are stepped in chunks of rows, so that temporary tensors stay small.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ultrascale.parallel.mesh import Shard
+
+if TYPE_CHECKING:
+    from ultrascale.train.optimizer import Weight
+
+CHUNK_ELEMENTS = 2**20
+
+
+def row_chunks(tensor: Tensor) -> Iterator[slice]:
+    rows = max(1, CHUNK_ELEMENTS // max(1, tensor[:1].numel()))
+    for start in range(0, len(tensor), rows):
+        yield slice(start, min(start + rows, len(tensor)))
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen 2023: steps by the sign of the interpolated momentum and gradient."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group, weight in _weights_with_gradients(self):
+            state, (beta1, beta2) = self.state[weight], group["betas"]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(weight)
+            assert weight.grad is not None
+            for rows in row_chunks(weight):
+                gradient, momentum = weight.grad[rows], state["exp_avg"][rows]
+                weight[rows].mul_(1 - group["lr"] * group["weight_decay"])
+                weight[rows].add_(gradient.lerp(momentum, beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(gradient, 1 - beta2)
+
+
+class BF16AdamW(torch.optim.Optimizer):
+    """AdamW whose moments are rounded to bf16 at random, up or down by what they are nearer to.
+
+    Rounded to nearest, a moment would stay where it is when it changes by less than 1/512. The random bits are a function of
+    step, weight and place in the whole weight, so that they are the same in every layout.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weights: Sequence[Weight],
+        tied: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        # A tied head on a stage of its own is a copy of the embedding, and has to stay one.
+        same = {"head.linear.weight": "embed.tokens.weight"} if tied else {}
+        self.shards = {
+            weight.master: replace(weight.shard, name=same.get(weight.shard.name, weight.shard.name)) for weight in weights
+        }
+        self.updates = 0
+        """with the one that `step` makes; set by the caller, which may step some weights after others"""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group, weight in _weights_with_gradients(self):
+            state, (beta1, beta2), rate = self.state[weight], group["betas"], group["lr"]
+            if not state:
+                state |= {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+            step, shard = self.updates, self.shards[weight]
+            first, second = 1 - beta1**step, 1 - beta2**step
+            assert weight.grad is not None
+            for rows in row_chunks(weight):
+                gradient = weight.grad[rows]
+                mean = state["exp_avg"][rows].float().lerp_(gradient, 1 - beta1)
+                square = state["exp_avg_sq"][rows].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                weight[rows].mul_(1 - rate * group["weight_decay"])
+                weight[rows].addcdiv_(mean, (square / second).sqrt_().add_(group["eps"]), value=-rate / first)
+                places = element_indices(shard, weight.shape, rows, weight.device)
+                for name, value in (("exp_avg", mean), ("exp_avg_sq", square)):
+                    bits = random_bits(places, zlib.crc32(f"{shard.name} {name} {step}".encode()))
+                    state[name][rows] = round_stochastically(value, bits)
+
+
+def _weights_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    for group in optimizer.param_groups:
+        yield from ((group, weight) for weight in group["params"] if weight.grad is not None and weight.numel())
+
+
+def element_indices(shard: Shard, local: Sequence[int], rows: slice, device: torch.device) -> Tensor:
+    """The places, in the whole weight, of some rows of a rank's part, modulo 2³²: int32 in the part's shape."""
+    sizes = [rows.stop - rows.start, *local[1:]]
+    offsets = [shard.offsets[0] + rows.start, *shard.offsets[1:]]
+    found = torch.zeros((), dtype=torch.int32, device=device)
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        stride = math.prod(shard.shape[dim + 1 :])
+        along = (torch.arange(offset, offset + size, device=device) * stride).to(torch.int32)
+        found = found + along.view(-1, *[1] * (len(sizes) - 1 - dim))
+    return found
+
+
+def random_bits(indices: Tensor, key: int) -> Tensor:
+    """16 bits of a hash of each index and the key: Wellons' lowbias32."""
+    x = indices + _int32(key)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * _int32(factor)
+    return (x ^ (x >> 16)) & 0xFFFF
+
+
+def _int32(value: int) -> int:
+    """With a sign."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """fp32 to bf16: up as often as the value is near the upper of the two neighbours."""
+    return ((values.view(torch.int32) + bits) & -(2**16)).view(torch.float32).bfloat16()
