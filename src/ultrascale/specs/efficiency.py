@@ -79,4 +79,7 @@ class Efficiency(FrozenSpec):
         1.0, ge=0, le=1024, description="CUDA context, NCCL channels and cuBLAS workspaces of one process"
     )
     workspace_gib: float = Field(0.2, ge=0, le=1024, description="of context_gib: what the allocator itself hands out")
+    cache_flush_s_per_gib: float = Field(
+        0.16, ge=0, le=60, description="to free and allocate again, per micro-batch, what an allocator's cache lacks"
+    )
     allocator_slack: float = Field(0.04, ge=0, le=1, description="of activations and buffers, lost to rounding and holes")
