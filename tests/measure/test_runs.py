@@ -423,6 +423,7 @@ ENGINES = {
     ("nanotron v0.5", "no"): "nanotron",
     ("DeepSpeed ZeRO-3", "no"): "deepspeed-2021",
     ("DeepSpeed 0.19.2", "no"): "deepspeed",
+    ("DeepSpeed 0.19.2, Liger-Kernel 0.8.0", "no"): "deepspeed",
     ("Megatron-LM (2020)", "no"): "megatron-2021",
     ("Megatron-LM (2021)", ""): "megatron-2021",
     ("Megatron-LM (2021)", "no"): "megatron-2021",

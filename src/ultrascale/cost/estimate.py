@@ -130,10 +130,11 @@ def _timed(one: MemoryDraft, pipeline_s: float) -> DraftEstimate:
 def _cache_flush_s(one: MemoryDraft, time: Time) -> float:
     """What a step loses where the allocator would reserve more than the GPU has: it frees its cache and allocates anew.
 
-    Only where the host is ahead: it waits for its neighbours in a pipeline, and behind its own launches nothing is held.
+    Only where the host is ahead: it waits for its neighbours in a pipeline, and behind its own launches nothing is held. Runs
+    of a single micro-batch lose nothing (docs/lab.md).
     """
     job, layout = one.view.job, one.view.layout
-    if not job.framework.fragmentation or layout.tp == 1 or layout.pp > 1 or time.launch_s > 0:
+    if not fragmentation(job, one.view.row).any() or layout.tp == 1 or layout.pp > 1 or time.launch_s > 0:
         return 0.0
     over_gib = max(0.0, one.reserved_gib - one.capacity_gib)
     return over_gib * one.view.machine.efficiency.cache_flush_s_per_gib * layout.gas

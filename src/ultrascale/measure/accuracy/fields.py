@@ -223,6 +223,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"
+    if "liger" in system:  # its norms and gates keep their inputs alone
+        changes |= {"norm": "fused", "eager_activation": False}
     if eager and name == "torchtitan-0.2":
         changes["elementwise"] = 2.2
     return build(Framework, {**framework.model_dump(), **changes}, "framework")
