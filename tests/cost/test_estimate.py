@@ -268,7 +268,7 @@ def test_the_documentation_names_every_constant_and_its_default() -> None:
 def test_a_cache_that_exceeds_the_gpu_is_freed_and_allocated_again_in_every_micro_batch() -> None:
     """Nanotron on tp 32: 32 layers gather 2 · 31 · 64 MiB each, 124 GiB in all, beside 20 to 80 GiB of tensors.
 
-    Half of the micro-batch needs half of both; in an engine that waits for its gathers, or with stages, nothing is held.
+    A quarter of the micro-batch needs a quarter of both; in an engine that waits for its gathers nothing is held.
     """
     layouts = [Layout(tp=32, mbs=mbs, gas=256 // mbs) for mbs in (64, 16)]
     nanotron = make_job("llama-2-7b", "32xh100", 4096, layouts[0], framework=Framework.load("nanotron"))
