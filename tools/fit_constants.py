@@ -52,6 +52,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "elementwise.nanotron": (2.2, 0.20),
     "attention.flash.ampere": (0.63, 0.08),
     "attention.flash.hopper": (0.66, 0.08),
+    "attention.flash.blackwell": (0.55, 0.15),  # assumed, as hopper then
     "attention.flash-1.ampere": (0.38, 0.08),
     "attention.flash-1.hopper": (0.20, 0.08),
     "attention.flash-2.hopper": (0.38, 0.08),

@@ -36,7 +36,7 @@ NAMES = (
 )  # fitted: two of the network's state, two of the engine's host
 STEP = 0.15  # of the logarithm of a constant, for derivatives
 LARGE_ERROR = 0.15
-NONE_FOUND_HERE = NetworkState(degraded=0.0, call_s=0.0, blocking_send_s=1e-4, least_rate=0.0)
+NONE_FOUND_HERE = NetworkState(call_s=0.0, blocking_send_s=1e-4, least_rate=0.0)
 NO_SOURCE = "huggingface/nanotron"  # what was fitted to published runs without nanotron's
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from builders import make_job, with_constants
-from ultrascale.cost.estimate import estimate
+from ultrascale.cost.estimate import drafts, estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import Estimate, Traffic
+from ultrascale.specs.estimate import MEASURED_OWNERS, Estimate, Traffic
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.layout import Layout
@@ -263,3 +263,22 @@ def test_the_documentation_names_every_constant_and_its_default() -> None:
         if field.default is not None:
             number, unit = re.match(r"([\d.]+)(.*)", printed[name]).groups()  # type: ignore[union-attr]
             assert float(number) * units[unit] == pytest.approx(float(field.default)), name
+
+
+def test_a_cache_that_exceeds_the_gpu_is_freed_and_allocated_again_in_every_micro_batch() -> None:
+    """Nanotron on tp 32: 32 layers gather 2 · 31 · 64 MiB each, 124 GiB in all, beside 20 to 80 GiB of tensors.
+
+    A quarter of the micro-batch needs a quarter of both; in an engine that waits for its gathers nothing is held.
+    """
+    layouts = [Layout(tp=32, mbs=mbs, gas=256 // mbs) for mbs in (64, 16)]
+    nanotron = make_job("llama-2-7b", "32xh100", 4096, layouts[0], framework=Framework.load("nanotron"))
+    lost, none = (estimate(nanotron, layout) for layout in layouts)
+    draft = drafts(nanotron, [layouts[0]])[0]
+    tensors_gib = sum(draft.owned[0][owner] for owner in MEASURED_OWNERS) / 2**30
+    assert draft.reserved_gib == pytest.approx(tensors_gib + 124, abs=4)  # the context, and 4 % of slack
+    over_gib = draft.reserved_gib - lost.capacity_gib
+    assert lost.time.overhead_s == pytest.approx(0.16 * over_gib * 4 + 0.005)
+    assert f"reserves {draft.reserved_gib:,.0f} GiB" in lost.cache_flush
+    assert (none.time.overhead_s, none.cache_flush) == (pytest.approx(0.005), "")
+    waits = nanotron.model_copy(update={"framework": nanotron.framework.model_copy(update={"fragmentation": 0.0})})
+    assert not estimate(waits, layouts[0]).cache_flush

@@ -176,7 +176,7 @@ def test_a_chip_that_one_source_measured_is_outside_and_may_be_slower(runs: Any)
     shares = [rates["bf16"] for rates in SUSTAINED.values()]
     wide = quantile(found.errors, 0.95)
     assert found.interval()[1] == pytest.approx(wide + math.log(max(shares) / min(shares)))
-    assert ampere.interval()[1] == pytest.approx(quantile(ampere.errors, 0.88))
+    assert ampere.interval()[1] == pytest.approx(quantile(ampere.errors, 0.90))
 
 
 def test_a_regime_without_runs_is_outside(runs: Any) -> None:
@@ -193,7 +193,7 @@ def test_an_unknown_engine_is_outside_and_may_be_faster(runs: Any) -> None:
     low, _, found = time_range(unknown, spent)
     assert found.outside == "an engine that is not known"
     # Of its memory-bound second tenth, a lean engine would need a third.
-    assert low == pytest.approx(math.exp(quantile(found.errors, 0.05)) * (1 - 0.1 * 2 / 3))
+    assert low == pytest.approx(math.exp(quantile(found.errors, 0.08)) * (1 - 0.1 * 2 / 3))
 
 
 def test_moe_models_use_runs_of_moe_models(runs: Any) -> None:
@@ -216,8 +216,8 @@ def test_optimistic_predictions_shift_the_range_up(runs: Any) -> None:
     """All ratios between 1.10 and 1.22: the truth is 10 to 22 % slower than predicted."""
     runs([row(math.log(1.10 + number / 100), source=f"s/{number}") for number in range(MIN_SIMILAR_RUNS + 1)])
     low, high, _ = time_range(JOB, ONE_SECOND)
-    assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.68, rel=1e-6)  # place 0.12 · 14 of 13
-    assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.32, rel=1e-6)
+    assert low == pytest.approx(1.10 * (1.11 / 1.10) ** 0.40, rel=1e-6)  # place 0.10 · 14 of 13
+    assert high == pytest.approx(1.21 * (1.22 / 1.21) ** 0.60, rel=1e-6)
 
 
 def test_fit_probability_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ USES: dict[str, tuple[Job, Job | None, bool]] = {
     "elementwise.nanotron": (job_on("h100", framework="nanotron"), job_on("h100", framework="torchtitan"), True),
     "attention.flash.ampere": (job_on("a100-80"), job_on("h100"), False),
     "attention.flash.hopper": (job_on("h100"), job_on("h100", framework="nanotron"), False),
+    "attention.flash.blackwell": (job_on("b200"), job_on("h100"), False),
     "attention.flash-1.ampere": (job_on("a100-80", framework="fsdp1-eager"), job_on("a100-80"), False),
     "attention.flash-1.hopper": (job_on("h100", framework="fsdp1-eager"), job_on("h100"), False),
     "attention.flash-2.hopper": (job_on("h100", framework="nanotron"), job_on("h100"), False),

@@ -12,7 +12,7 @@ from ultrascale.cost import flops, kernels, stages, traffic
 from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.memory import activations
-from ultrascale.cost.memory.estimate import Peak, peaks, runtime
+from ultrascale.cost.memory.estimate import Peak, fragmentation, gathered_inputs, peaks, runtime
 from ultrascale.cost.memory.states import uses_fused_blocks
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.ranges import estimate_range
@@ -56,6 +56,17 @@ class MemoryDraft:
     def fits(self) -> bool:
         return max(self._totals) <= self.capacity_gib * GIB
 
+    @property
+    def reserved_gib(self) -> float:
+        """What the allocator would reserve of one stage whose launches are ahead of the GPU.
+
+        Inputs that were gathered on another stream and freed are not reused before the GPU is through with them
+        (`record_stream`): those of a whole forward are held, in place of what fragmentation takes else.
+        """
+        job, row = self.view.job, self.view.row
+        gathered = gathered_inputs(job, row) * job.model.layers - fragmentation(job, row) * self.at_peak[0].in_flight_bytes
+        return float(self._totals[0] + gathered[0]) / GIB
+
 
 @dataclass(frozen=True)
 class DraftEstimate(MemoryDraft):
@@ -63,6 +74,8 @@ class DraftEstimate(MemoryDraft):
 
     time: Time
     bubble_fraction: float
+    cache_flush_s: float
+    """of the step: the allocator's cache is freed and allocated again"""
 
     @property
     def step_time_s(self) -> float:
@@ -104,9 +117,27 @@ def add_times(found: Sequence[MemoryDraft]) -> list[DraftEstimate]:
     """The same with their time, all pipelines simulated together, be they of one job or of several."""
     pipelines = [one.view for one in found if one.view.layout.pp > 1]
     took = iter(pipelines_s(pipelines))
-    return [
-        DraftEstimate(one.view, one.at_peak, *_time(one.view, next(took) if one.view.layout.pp > 1 else 0.0)) for one in found
-    ]
+    return [_timed(one, next(took) if one.view.layout.pp > 1 else 0.0) for one in found]
+
+
+def _timed(one: MemoryDraft, pipeline_s: float) -> DraftEstimate:
+    time, bubble_fraction = _time(one.view, pipeline_s)
+    flush_s = _cache_flush_s(one, time)
+    time = time.model_copy(update={"overhead_s": time.overhead_s + flush_s})
+    return DraftEstimate(one.view, one.at_peak, time, bubble_fraction, flush_s)
+
+
+def _cache_flush_s(one: MemoryDraft, time: Time) -> float:
+    """What a step loses where the allocator would reserve more than the GPU has: it frees its cache and allocates anew.
+
+    Only where the host is ahead: it waits for its neighbours in a pipeline, and behind its own launches nothing is held. Runs
+    of a single micro-batch lose nothing (docs/lab.md).
+    """
+    job, layout = one.view.job, one.view.layout
+    if not fragmentation(job, one.view.row).any() or layout.tp == 1 or layout.pp > 1 or time.launch_s > 0:
+        return 0.0
+    over_gib = max(0.0, one.reserved_gib - one.capacity_gib)
+    return over_gib * one.view.machine.efficiency.cache_flush_s_per_gib * layout.gas
 
 
 def full_estimate(draft: DraftEstimate) -> Estimate:
@@ -161,8 +192,17 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         gpu_hours=hours,
         cost_usd=hours * price if hours is not None and price is not None else None,
         cost_usd_per_billion_tokens=1e9 / rate / 3600 * world * price if price is not None else None,
+        cache_flush=_cache_flush_words(draft),
         notes=tuple(view.machine.notes() + _range_notes(view)),
     )
+
+
+def _cache_flush_words(draft: DraftEstimate) -> str:
+    if not draft.cache_flush_s:
+        return ""
+    reserves = f"reserves {draft.reserved_gib:,.0f} GiB of the {draft.capacity_gib:,.0f} that the GPU has"
+    lost = f"{draft.cache_flush_s:,.1f} s a step are lost to the allocator"
+    return f"{reserves}: {lost}, which frees its cache and allocates it anew in every micro-batch"
 
 
 def _owned(view: LayoutRows, at_peak: list[Peak]) -> list[dict[str, float]]:

@@ -2,7 +2,7 @@
 
 A regime is what a step's time depends on most, so that runs of it are wrong in the same way: experts, the host, communication
 or computing. Where no two sources measured the regime on an architecture, or the engine is not known, the estimate lies outside
-all of them and its range is wider: nine of ten of all runs, and what is not known of the architecture or engine.
+all of them and its range is wider: 84 of 100 of all runs, and what is not known of the architecture or engine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ultrascale.specs.job import Job
 
 MIN_SIMILAR_RUNS = 12  # for quantiles; with fewer, runs of the regime on other architectures are included
 MIN_SOURCES = 2
-# Quantiles that hold 80 % of rows of sources left out: half a vote beyond each end makes 0.10 and 0.90 too wide (docs/lab.md).
-LOW, HIGH = 0.12, 0.88
-LOW_OUTSIDE, HIGH_OUTSIDE = 0.05, 0.95
+LOW, HIGH = 0.10, 0.90
+LOW_OUTSIDE, HIGH_OUTSIDE = 0.08, 0.92
 MIN_FIT = 0.9  # the least probability to fit of a layout that is recommended
 HOST_BOUND, COMMUNICATION_BOUND = 0.05, 0.15  # shares of the step from which on it is called so
 UNKNOWN_ENGINE = "unknown"

@@ -204,6 +204,7 @@ def _fit(job: Job, layout: Layout, predicted: Estimate, by_change: dict[str, Nei
     yield (
         f"peak is {_size(predicted.peak_gib)} of {_size(capacity)} on stage {predicted.peak_stage} "
         f"({_size(predicted.headroom_gib)} free), at the {predicted.peak_moment}"
+        + (f"; it {predicted.cache_flush}" if predicted.cache_flush else "")
     )
     for change, label in (("zero=0", "without ZeRO"), ("recompute=none", "without recomputation")):
         if (other := by_change.get(change)) and not other.fits:

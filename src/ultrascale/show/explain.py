@@ -45,7 +45,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     if plan.rejected:
         console.print(rejected_table(plan))
     heading(console, "Notes and assumptions")
-    bullets(console, e.notes)
+    bullets(console, (*([e.cache_flush] if e.cache_flush else []), *e.notes))
 
 
 def _utilisation(plan: Plan) -> str:

@@ -70,7 +70,7 @@ class Efficiency(FrozenSpec):
     overlap_slowdown: float = Field(0.08, ge=0, le=1, description="compute's slow-down while a transfer runs beside it")
     host_link: float = Field(0.80, ge=1e-3, le=1, description="of the PCIe or C2C data sheet, for offload")
     host_adam_gparams_s: float = Field(
-        4.0, ge=1e-3, le=1e6, description="10⁹ parameters a second that one node's CPUs step with Adam"
+        4.7, ge=1e-3, le=1e6, description="10⁹ parameters a second that one node's CPUs step with Adam"
     )
     expert_imbalance: float = Field(1.10, ge=1, le=64, description="busiest expert rank over the mean, in tokens")
     action_overhead_s: float = Field(1.0e-4, ge=0, le=1, description="host and synchronisation of one pipeline action")
@@ -79,4 +79,7 @@ class Efficiency(FrozenSpec):
         1.0, ge=0, le=1024, description="CUDA context, NCCL channels and cuBLAS workspaces of one process"
     )
     workspace_gib: float = Field(0.2, ge=0, le=1024, description="of context_gib: what the allocator itself hands out")
+    cache_flush_s_per_gib: float = Field(
+        0.16, ge=0, le=60, description="to free and allocate again, per micro-batch, what an allocator's cache lacks"
+    )
     allocator_slack: float = Field(0.04, ge=0, le=1, description="of activations and buffers, lost to rounding and holes")

@@ -156,6 +156,8 @@ class Estimate(FrozenSpec):
     first_step_peak_gib: Number
     """before the first optimizer step its states do not exist"""
     bubble_fraction: Number
+    cache_flush: str = ""
+    """what a step loses to the allocator's cache; empty: nothing"""
     memory: tuple[StageMemory, ...] = Field(min_length=1)
     time: Time
     traffic: tuple[Traffic, ...]

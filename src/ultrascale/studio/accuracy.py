@@ -20,7 +20,7 @@ FIRST_DRAW_S, REDRAW_S = 0.05, 0.5  # until the first drawing, and between two d
 class PublishedScores:
     """Predictions for the runs of one CSV: made once per server, from its start on, all but the first in another process.
 
-    A prediction of 403 runs takes 6 s of one core: in the server's own process it would slow every page meanwhile.
+    A prediction of 417 runs takes 6 s of one core: in the server's own process it would slow every page meanwhile.
     """
 
     def __init__(self, file: Path | None) -> None:

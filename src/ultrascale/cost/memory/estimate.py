@@ -153,9 +153,16 @@ def fragmentation(job: Job, columns: LayoutColumns) -> Array:
     if not share.any() or job.framework.gathered_inputs:
         return share
     kept = activations.layer(job, columns, moe=job.model.moe_layers == job.model.layers).total
+    return np.asarray(share * (1 + gathered_inputs(job, columns) / kept))
+
+
+def gathered_inputs(job: Job, columns: LayoutColumns) -> Array:
+    """Of a layer's forward: what the GEMMs of attention and MLP gather along the sequence, beside their own slices.
+
+    Nothing was seen of layers that are recomputed in full.
+    """
     residual = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
-    freed = np.where(columns.is_("recompute", "full"), 0.0, 2 * (columns.sequence_cut - 1) * residual)
-    return np.asarray(share * (1 + freed / kept))
+    return np.where(columns.is_("recompute", "full"), 0.0, 2 * (columns.sequence_cut - 1) * residual)
 
 
 def peak_parts(job: Job, columns: LayoutColumns, share: RankShare) -> PeakParts:

@@ -136,6 +136,19 @@ def adapter_rank_of(values: Mapping[str, str], assumptions: list[str]) -> int | 
     return rank
 
 
+def offload_of(values: Mapping[str, str], assumptions: list[str]) -> str:
+    """What lives on the host: `offload` names it, `activation_offload` is a flag, `cpu_offload_gb` only says how much."""
+    owners = [values["offload"]] if values.get("offload", "none") not in ("", "none") else []
+    if flag(values, "activation_offload"):
+        owners.append("activations")
+    elif not owners and number(values, "cpu_offload_gb"):
+        assumptions.append(f"{values['cpu_offload_gb']} GB on the host are optimizer states")
+        owners.append("optimizer")
+    if len(set(owners)) > 1:
+        raise UnmodelledRowError(f"offload of {owners[0]} and activations together is not modelled")
+    return owners[0] if owners else "none"
+
+
 def gpu_kind(text: str, assumptions: list[str]) -> GPU:
     """`H100-80GB (DGX)`, `A100-40GB`, `B200-SXM`, `MI300X`: the preset it names."""
     name = text.lower().replace("_", "-").replace(" ", "-")
@@ -174,7 +187,7 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
     elif "deepspeed" in system:
         # ZeRO of 2021 ran without flash attention and with one ring across nodes; what came after runs on today's kernels.
         modern = "flash" in values.get("attention_impl", "").lower() or bool(
-            re.search(r"[hb]\d00|mi3", values.get("gpu", "").lower())
+            re.search(r"[hb]\d00|mi3", values.get("gpu", "").lower()) or re.search(r"deepspeed 0\.[1-9]\d", system)
         )
         name = "deepspeed" if modern else "deepspeed-2021"
     elif "fsdp1" in system or "composer" in system or "foundry" in system:
@@ -185,6 +198,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         assumptions.append(f"framework '{values.get('system', '')}' taken as {name}")
     framework = Framework.load(name)
     changes: dict[str, Any] = {column: values[column] for column in ("loss", "stage_split") if values.get(column)}
+    if (fused := flag(values, "fused_loss")) is not None:
+        changes.setdefault("loss", "fused" if fused else "log-softmax")
     if "megatron-bridge" in system:
         # cross_entropy_fusion_impl = "te" in every recipe: bf16 logits, and their gradient takes their place.
         changes.setdefault("loss", "overwritten")
@@ -208,6 +223,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         changes["accumulation"] = "separate"
     if "all bf16" in values.get("precision", "").lower():
         changes["states"] = "pure"
+    if "liger" in system:  # its norms and gates keep their inputs alone
+        changes |= {"norm": "fused", "eager_activation": False}
     if eager and name == "torchtitan-0.2":
         changes["elementwise"] = 2.2
     return build(Framework, {**framework.model_dump(), **changes}, "framework")

@@ -16,19 +16,18 @@ import numpy as np
 from ultrascale.measure.accuracy.fields import flag, number
 from ultrascale.specs.cluster import Cluster
 
-# Bus bandwidth that jobs on 2, 4 and 8 nodes of eight H100 print where nothing is wrong.
-HEALTHY_ALL_REDUCE_GB_S = {2: 430.0, 4: 205.0, 8: 187.0}
+# Bus bandwidth between the two kinds of jobs that there are on 2, 4 and 8 nodes of eight H100: 430, 205 and 187 GB/s in the
+# median where nothing is wrong, 330, 160 and 95 else.
+DEGRADED_BELOW_GB_S = {2: 366.0, 4: 173.0, 8: 119.0}
 
 
 @dataclass(frozen=True)
 class NetworkState:
-    degraded: float = 0.85
-    """share of a healthy all-reduce below which tensor-parallel collectives cost the host `call_s`"""
     call_s: float = 2.0e-4
-    """per rank of the group, beside what a healthy network's cost"""
+    """host time of a tensor-parallel collective on a degraded network, per rank, beside what a healthy network's cost"""
     blocking_send_s: float = 0.26
     """a transfer between stages on different nodes, which blocks both, in nanotron before a fix; two or four a micro-batch"""
-    least_rate: float = 0.5
+    least_rate: float = 0.65
     """of the line rate: training gets as much whatever a short all-reduce shows"""
 
     def network_gb_s(self, values: Mapping[str, str], cluster: Cluster) -> float:
@@ -51,7 +50,7 @@ class NetworkState:
         if cluster.nodes == 1:
             return found
         bus = number(values, "allreduce_gb_s")
-        if bus is not None and bus < self.degraded * healthy_all_reduce_gb_s(cluster.nodes):
+        if bus is not None and bus < degraded_below_gb_s(cluster.nodes):
             found |= {"link_call_s": self.call_s, "network_call_s": self.call_s + cluster.efficiency.network_call_s}
         if flag(values, "after_pp_fix") is False and pp > 1:
             found["action_overhead_s"] = self.blocking_send_s * min(2, pp - 1)
@@ -61,8 +60,8 @@ class NetworkState:
 NETWORK_STATE = NetworkState()
 
 
-def healthy_all_reduce_gb_s(nodes: int) -> float:
-    """Bus bandwidth that a job prints on so many nodes where nothing is wrong; beyond those seen it falls as it did last."""
-    seen, rates = (np.log2(list(HEALTHY_ALL_REDUCE_GB_S)), np.log(list(HEALTHY_ALL_REDUCE_GB_S.values())))
-    beyond = max(0.0, math.log2(nodes) - seen[-1]) * (rates[-1] - rates[-2])
-    return math.exp(float(np.interp(math.log2(nodes), seen, rates)) + beyond)
+def degraded_below_gb_s(nodes: int) -> float:
+    """On more nodes than were seen as on the most of those."""
+    return math.exp(
+        float(np.interp(math.log(nodes), np.log(list(DEGRADED_BELOW_GB_S)), np.log(list(DEGRADED_BELOW_GB_S.values()))))
+    )

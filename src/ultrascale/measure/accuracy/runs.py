@@ -20,6 +20,7 @@ from ultrascale.measure.accuracy.fields import (
     gpu_kind,
     model_of,
     number,
+    offload_of,
     precision_of,
     prints_gigabytes,
     whole,
@@ -45,7 +46,7 @@ COLUMNS = (
     "zero_shards", "node_network_gbps", "network_gb_s", "allreduce_gb_s", "network_latency_us", "dispatcher",
     "expert_overlap", "balanced_routing", "cuda_graphs", "loss",
     "stage_split", "grad_accum_fusion", "after_pp_fix", "adapter_rank", "optimizer_in_backward",
-    "offload", "unmodelled",
+    "offload", "activation_offload", "cpu_offload_gb", "fused_loss", "schedule", "zero_group", "unmodelled",
 )  # fmt: skip
 NOTED = re.compile(r"(\w+)=([^;,\s]+)")
 TEXTS = {"source": "", "system": "", "gpu": "", "trust": "A", "status": "ok", "mem_kind": ""}  # taken as they stand
@@ -192,10 +193,10 @@ def _model(values: Mapping[str, str], assumptions: list[str], state: NetworkStat
         **degrees,
         **batch,
         "zero": _zero(values, degrees, framework, assumptions),
-        "zero_shards": whole(values, "zero_shards"),
+        "zero_shards": whole(values, "zero_shards") or whole(values, "zero_group"),
         "recompute": recompute or "none",
         "dispatcher": dispatcher_of(values, assumptions),
-        "offload": values.get("offload") or "none",
+        "offload": offload_of(values, assumptions),
         "sequence_parallel": _sequence_parallel(values, assumptions, degrees),
         **_schedule(values, degrees, batch),
     }
@@ -283,4 +284,5 @@ def _sequence_parallel(values: Mapping[str, str], assumptions: list[str], degree
 
 def _schedule(values: Mapping[str, str], degrees: dict[str, int], batch: dict[str, int]) -> dict[str, Any]:
     stages = (whole(values, "vpp") or 1) if degrees["pp"] > 1 else 1
-    return {"schedule": unnamed_schedule(degrees["pp"], batch["gas"], stages), "virtual_stages": stages}
+    named = values.get("schedule", "").lower() if degrees["pp"] > 1 else ""
+    return {"schedule": named or unnamed_schedule(degrees["pp"], batch["gas"], stages), "virtual_stages": stages}
