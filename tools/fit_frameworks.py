@@ -327,7 +327,10 @@ def fit(
         for field, choices in values.items():
             for value in (one for one in choices if one != getattr(best, field)):
                 tried = best.model_copy(update={field: value})
-                found = cost(tried, rows)
+                try:
+                    found = cost(tried, rows)
+                except SpecError:  # a layout that this value refuses
+                    continue
                 if found < least - ENOUGH:
                     best, least = tried, found
         if best == before:
@@ -347,6 +350,7 @@ def written(text: str, framework: Framework, fields: Iterable[str]) -> str:
         if value != Framework.model_fields[field].default:
             known[field] = f"  {field}: {json.dumps(value) if not isinstance(value, str) else value}"
     known["source"] = known.pop("source")
+    known.pop("seen", None)
     known["seen"] = f"  seen: {framework.seen}"
     return "\n".join([*lines[: start + 1], *known.values(), *lines[end:]]) + "\n"
 

@@ -62,6 +62,15 @@ def test_the_dispatcher_of_experts_is_exported(title: str, dispatcher: str) -> N
     assert found.same
 
 
+def test_a_plan_that_fits_in_its_own_engine_alone_can_be_rehearsed() -> None:
+    job = make_job(
+        "llama-3-8b", "64xh100", 8192, layout := Layout(dp=64, zero=3, keep_gathered=True, gas=2), framework="torchtitan"
+    )
+    found = checked(next(one for one in ENGINES if one.name == "accelerate"), planned(job, layout))
+    assert (found.same, found.runs_plan) == (False, True)
+    assert "needs 110" in found.refusal()
+
+
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))

@@ -57,6 +57,33 @@ def test_a_kernel_writes_into_an_operand_that_ends() -> None:
     assert counter.peak == ROWS * WIDTH * 4
 
 
+def test_an_operand_that_ends_is_freed_with_its_views() -> None:
+    """As in the gradients of Megatron-Core's fused loss, which are scattered into a copy of the softmax."""
+    fake = QuickFakeTensorMode()
+
+    def program(x: Tensor, place: Tensor, factor: Tensor) -> Tensor:
+        return x.view(-1).index_put([place], factor).view(ROWS, WIDTH) * factor
+
+    with fake:
+        given = [empty(ROWS, WIDTH), torch.zeros(1, dtype=torch.int64), empty(1)]
+        graph = CompiledGraph(fake, make_fx(program)(*given))
+        counter = _Counter(fake)
+        with counter:
+            graph.run(given)
+    assert counter.peak == ROWS * WIDTH * 4
+
+
+def test_tensors_on_the_meta_device_are_not_counted() -> None:
+    fake = QuickFakeTensorMode()
+    with fake:
+        x, counter = empty(ROWS, WIDTH), _Counter(fake)
+        with counter:
+            shapes = [torch.zeros_like(x, device="meta") for _ in range(2)]
+            assert counter.peak == 0
+            y = torch.zeros_like(x)
+    assert counter.peak == y.nbytes == shapes[1].nbytes
+
+
 def test_waiting_for_a_collective_allocates_nothing() -> None:
     fake = QuickFakeTensorMode()
     with fake:

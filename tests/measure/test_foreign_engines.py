@@ -242,7 +242,7 @@ def test_the_command_shows_a_plan_beside_its_estimate(engine: str, run: Run, tmp
     file = plan.save(tmp_path / "plan.yaml")
     code, out, err = run("rehearse", file, "--engine", engine, "--json", tmp_path / "found.json")
     assert (code, err) == (0, ""), err
-    for row in ("weights", "gradients", "optimizer states", "activations", "buffers and the rest", "FLOPs", "sent"):
+    for row in ("weights", "gradients", "optimizer states", "activations, buffers", "FLOPs", "sent"):
         assert f"\n{row}" in out.partition("beside the estimate")[2]
     found = json.loads((tmp_path / "found.json").read_text())
     assert {"memory", "most", "flops", "collectives", "notes", "engine", "estimate"} <= set(found)

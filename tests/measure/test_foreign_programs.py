@@ -374,8 +374,20 @@ def test_a_program_that_fails_is_one_sentence(ending: str, monkeypatch: pytest.M
     sentence, *lines = str(failed.value).splitlines()
     assert sentence.startswith(str(script))
     assert says in sentence
+    assert sentence.endswith(":") == (bool(lines) and "exit code" in says)
     assert len(lines) <= run.SHOWN_LINES
     assert last in "".join(lines[-1:])
+
+
+def test_a_program_that_steps_without_a_process_group_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nw = torch.nn.Parameter(torch.ones(1))\noptimizer = torch.optim.SGD([w])\n"
+        "for _ in range(3):\n    w.sum().backward()\n    optimizer.step()\n"
+    )
+    (tmp_path / run.REQUEST).write_text(json.dumps(ForeignRequest(str(script), 8).to_json()))
+    in_processes(lambda: child.main(tmp_path))
+    assert json.loads((tmp_path / run.RESULT).read_text()) == {"initialised": False}
 
 
 def test_a_program_without_enough_steps_is_one_sentence(tmp_path: Path) -> None:

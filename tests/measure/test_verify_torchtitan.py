@@ -351,7 +351,7 @@ def test_a_plan_of_full_size_is_reduced(run: Run, tmp_path: Path) -> None:
     [
         ("gpt2", {}, r"model\.\S+ is .* but --engine torchtitan runs its Llama and Qwen3 only"),
         (TIED, {"pp": 2}, r"layout\.pp is 2 .* tied_embeddings: try pp=1, or tied_embeddings=false"),
-        ("deepseek-v3", {}, r"model\.mla is set but our engine.* has no latent attention: try llama-3-8b"),
+        ("deepseek-v3", {}, r"model\.mla is set but --engine torchtitan .* only: try llama-3-8b"),
         ("mixtral-8x7b", {}, r"model\.qk_norm is false .* try true, or qwen3-30b-a3b"),
         ("qwen3-30b-a3b", {"dp": 2, "ep": 2}, r"layout\.ep is 2 .* from the 1 that shard weights: try zero=3"),
         ("qwen3-30b-a3b", {"dp": 2, "zero": 3, "ep": 2, "dispatcher": "deepep"}, r"layout\.dispatcher is deepep"),

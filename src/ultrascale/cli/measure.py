@@ -221,9 +221,12 @@ def _rehearse_foreign(
         asked = request.ForeignRequest(program, world, arguments=tuple(words), **options)  # type: ignore[arg-type]
         with progress() as say:
             found = run.rehearse_foreign(asked, run.TIMEOUT_S if timeout is None else timeout, say)
-    report = compare.ForeignReport(asked, found, None if plan is None else compare.compared(plan, named, found))
+    beside = None if plan is None else compare.compared(plan, named, found)
+    report = compare.ForeignReport(asked, found, beside)
     show.show(terminal(), report)
     write_json(json_file, show.as_json(report))
+    if beside is not None and not (beside.stands_in or beside.room.fits):
+        raise typer.Exit(NO)
 
 
 def _exported(plan: Plan, engine: ForeignEngine, folder: Path) -> str:
@@ -233,7 +236,7 @@ def _exported(plan: Plan, engine: ForeignEngine, folder: Path) -> str:
     old = engine.installed().startswith("0.2.")
     style = None if engine.library else "toml" if old else "current"
     exported = targets.engine_files(plan, engine.name, style, str(folder))
-    refused = next((check for check in exported.checks if not check.same), None)
+    refused = next((check for check in exported.checks if not check.runs_plan), None)
     if refused is not None:
         raise SpecError(refused.refusal())
     write.into(folder, exported.files, force=True)

@@ -300,10 +300,13 @@ def _verify_engine(engine: str, words: list[str], precision: str, json_file: Pat
         )
     job, (layout,), notes = to_verify(words, None, None, False, "", precision, few_layers=True)
     import_torch()
-    from ultrascale.measure.verify_engine import check_plan, runner_of, verify_engine
+    from ultrascale.measure.verify_engine import check_installed, check_plan, runner_of, verify_engine
 
     runner = runner_of(engine)
     check_plan(runner, job, layout)
+    with progress() as say:
+        say(f"importing {engine}")
+        check_installed(runner)
     if (seq := runner.seq(job, layout)) != job.seq:
         notes = (*notes, f"sequences of {seq} tokens, a multiple of cp times the 128 of FlexAttention's blocks")
     for note in notes:

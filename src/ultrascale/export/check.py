@@ -53,11 +53,17 @@ class ExportCheck:
 
     @property
     def same(self) -> bool:
-        if (
-            self.actual is None
-            or (self.plan_fits and not self.actual.fits)
-            or any(one.field in OTHER_MODEL for one in self.differences)
-        ):
+        return self.runs_plan and not self.too_large
+
+    @property
+    def too_large(self) -> bool:
+        """The plan fits in its own engine alone."""
+        return self.actual is not None and self.plan_fits and not self.actual.fits
+
+    @property
+    def runs_plan(self) -> bool:
+        """Whether or not it fits."""
+        if self.actual is None or any(one.field in OTHER_MODEL for one in self.differences):
             return False
         pairs = (self.planned.step_time_s, self.actual.step_time_s), (self.planned.peak_gib, self.actual.peak_gib)
         return all(abs(other / one - 1) <= CLOSE for one, other in pairs)
@@ -65,7 +71,7 @@ class ExportCheck:
     def refusal(self) -> str:
         """Why the engine gets no file, in words."""
         title = self.engine.title
-        if self.actual is not None and self.plan_fits and not self.actual.fits:
+        if self.actual is not None and self.too_large:
             why = f"needs {self.actual.peak_gib:,.1f} GiB of {self.actual.capacity_gib:,.1f} in {title}"
         else:
             why = f"would be another in {title}: {', '.join(one.field for one in self.differences)}"

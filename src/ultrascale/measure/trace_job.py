@@ -178,9 +178,10 @@ def analyse(ranks: Sequence[RankSummary], name: str) -> JobAnalysis:
     steps = [step for step in ranks[0].steps if all(step in one.steps for one in ranks)]
     if not steps:
         other = next(one for one in ranks if not set(one.steps) & set(ranks[0].steps))
+        cut = next((f" ({one.times.file} is cut off: {one.times.broken})" for one in (ranks[0], other) if one.times.broken), "")
         raise SpecError(
             f"rank {ranks[0].rank} has {_span(ranks[0].steps)} and rank {other.rank} has {_span(other.steps)}, no step in "
-            "common: record the same steps on all ranks"
+            f"common{cut}: record the same steps on all ranks"
         )
     matched, problems = match(ranks)
     clocks = align(ranks, matched)

@@ -91,12 +91,23 @@ def runner_of(engine: str) -> EngineRunner:
     return runner
 
 
+def check_installed(runner: EngineRunner) -> None:
+    """SpecError with what installs it."""
+    try:
+        for name in runner.imports:
+            import_module(name)
+    except ImportError as error:
+        raise SpecError(
+            f"--engine {runner.name} cannot be imported ({error}): try pip install '{runner.requirement}'"
+        ) from None
+
+
 def check_model(runner: EngineRunner, model: Model) -> None:
     """SpecError for what is no Llama, but for fields that the engine runs too."""
     if model.mla is not None:
         raise SpecError(
-            "model.mla is set but our engine, with which others are compared, has no latent attention: try llama-3-8b or "
-            "qwen3-30b-a3b"
+            f"model.mla is set but --engine {runner.name} runs {runner.models} only: try llama-3-8b or qwen3-30b-a3b, or "
+            "`verify` without --engine"
         )
     wrong = {
         "moe": model.moe is not None,
@@ -136,14 +147,7 @@ def verify_engine(
     check_plan(runner, job, layout)
     seq = runner.seq(job, layout)
     job = job.changed(seq=seq, batch_tokens=layout.batch_tokens(seq))
-    say(f"importing {runner.name}")
-    try:
-        for name in runner.imports:
-            import_module(name)
-    except ImportError as error:
-        raise SpecError(
-            f"--engine {runner.name} cannot be imported ({error}): try pip install '{runner.requirement}'"
-        ) from None
+    check_installed(runner)
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as folder:
         place = Path(folder)
         say("one process of ours")

@@ -190,7 +190,8 @@ def reduced(job: Job, layout: Layout, precision: str = "fp32", few_layers: bool 
     if seq < job.seq:
         notes.append(f"sequences of {seq} tokens instead of {job.seq:,}")
     if job.precision != precision:
-        notes.append(f"{precision} instead of {job.precision} (--precision {job.precision} verifies that, within wider bounds)")
+        other = "" if few_layers else f" (--precision {job.precision} verifies that, within wider bounds)"
+        notes.append(f"{precision} instead of {job.precision}{other}")
     return small_job(model, cut.gpus, seq, cut.dp * cut.mbs * cut.gas, precision), cut, tuple(notes)
 
 

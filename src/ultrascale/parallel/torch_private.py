@@ -254,6 +254,21 @@ def fsdp_gathered_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter.unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
+def fsdp_kept_gradients(kept: Callable[[Tensor], Any]) -> None:
+    """Calls `kept` with each whole gradient that FSDP2 keeps for the next micro-batch."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    plain = FSDPParam.to_accumulated_grad_if_needed
+
+    def outer(self: FSDPParam) -> None:
+        plain(self)
+        found = self._unsharded_param.grad if self.unsharded_accumulated_grad is None else self.unsharded_accumulated_grad
+        if found is not None:
+            kept(found)
+
+    FSDPParam.to_accumulated_grad_if_needed = outer  # type: ignore[method-assign]
+
+
 def fsdp_copy_in(copy_in: Callable[[Sequence[Tensor], Tensor], bool]) -> None:
     """Replaces FSDP2's copy of gradients into the input of a reduce-scatter, [ranks, n], where `copy_in` returns True."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives

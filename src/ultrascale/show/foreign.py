@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ultrascale.show.lines import heading, notes, table
-from ultrascale.show.rehearse import cells, term_json
+from ultrascale.show.rehearse import cells, room_json, show_room, term_json
 from ultrascale.specs.units import byte_size, seconds
 
 if TYPE_CHECKING:
@@ -48,13 +48,17 @@ def show(console: Console, report: ForeignReport) -> None:
         console.print(grid)
     elif shares or found.step_s is None:
         console.print("no collectives")
-    if report.compared is not None:
-        grid = table(f"beside the estimate for {report.compared.framework}", "one step", "predicted", "rehearsed", "difference")
-        for term in report.compared.terms:
+    beside = report.compared
+    if beside is not None:
+        grid = table(f"beside the estimate for {beside.room.engine}", "one step", "predicted", "rehearsed", "difference")
+        for term in beside.terms:
             grid.add_row(OWNERS.get(term.label, term.label), *cells(term))
         console.print(grid)
-        planned = f"{report.compared.planned_gib:,.2f} GiB with what is beside tensors, for {report.compared.planned_for}"
-        console.print(f"the plan's own estimate: {planned}")
+        if beside.stands_in:
+            planned = f"{beside.room.planned_gib:,.1f} GiB with what is beside tensors, for {beside.room.planned_for}"
+            console.print(f"the plan's own estimate: {planned}")
+        else:
+            show_room(console, beside.room, f"rank {found.rank}", beside.gpu)
     notes(console, found.notes)
 
 
@@ -64,5 +68,7 @@ def as_json(report: ForeignReport) -> dict[str, Any]:
         **vars(report.found),
         "program": report.request.program,
         "arguments": report.request.arguments,
-        "estimate": None if beside is None else {**vars(beside), "terms": [term_json(term) for term in beside.terms]},
+        "estimate": None
+        if beside is None
+        else {**vars(beside), "terms": [term_json(term) for term in beside.terms], "room": room_json(beside.room)},
     }

@@ -14,7 +14,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.units import byte_size, seconds
 
 if TYPE_CHECKING:
-    from ultrascale.measure.rehearse import Rehearsal, RehearsalReport, RehearsedTerm
+    from ultrascale.measure.rehearse import MemoryRoom, Rehearsal, RehearsalReport, RehearsedTerm
 
 KERNELS_SHOWN = 12
 
@@ -23,15 +23,14 @@ def show(console: Console, report: RehearsalReport) -> None:
     if len(report.found) > 1:
         console.print(_stages(report))
     _one(console, report.layout, report.fullest, report.compared(report.fullest))
-    _room(console, report)
+    who = f"stage {report.room.stage}" if report.layout.pp > 1 else "a rank"
+    show_room(console, report.room, who, report.job.cluster.gpu.name)
     notes(console, report.notes)
 
 
-def _room(console: Console, report: RehearsalReport) -> None:
-    room = report.room
-    who = f"stage {room.stage}" if report.layout.pp > 1 else "a rank"
+def show_room(console: Console, room: MemoryRoom, who: str, gpu: str) -> None:
     beside = f" and {room.beside_gib:,.1f} GiB beside them" if room.beside_gib else ""
-    there = f"{room.capacity_gib:,.1f} GiB on one {report.job.cluster.gpu.name}"
+    there = f"{room.capacity_gib:,.1f} GiB on one {gpu}"
     needs = f"{who} has {room.tensors_gib:,.1f} GiB of tensors{beside}, of {there}"
     if room.fits:
         labelled(console, "fits:", "green", needs)
@@ -99,7 +98,8 @@ def cells(term: RehearsedTerm) -> tuple[str, str, str]:
     if not isfinite(term.difference):
         return shown(term.predicted), shown(term.rehearsed), "not seen"
     exact = round(term.predicted) == round(term.rehearsed)
-    difference = "exact" if exact else "not predicted" if not term.predicted else f"{term.difference:+.2%}"
+    near = "< 0.01%" if abs(term.difference) < 5e-5 else f"{term.difference:+.2%}"
+    difference = "exact" if exact else "not predicted" if not term.predicted else near
     return shown(term.predicted), shown(term.rehearsed), difference
 
 
@@ -107,16 +107,19 @@ def term_json(term: RehearsedTerm) -> dict[str, Any]:
     return {**vars(term), "difference": term.difference if isfinite(term.difference) else None}
 
 
+def room_json(room: MemoryRoom) -> dict[str, Any]:
+    return {**vars(room), **attributes(room, "needs_gib", "fits")}
+
+
 def as_json(report: RehearsalReport) -> dict[str, Any]:
     def terms(one: Rehearsal) -> list[dict[str, Any]]:
         return [term_json(term) for term in report.compared(one)]
 
-    room = report.room
     return {
         "device": report.device,
         "layout": report.layout,
         "ranks": [{**vars(one), "compared": terms(one)} for one in report.found],
         "predicted": report.predicted,
-        "room": {**vars(room), **attributes(room, "needs_gib", "fits")},
+        "room": room_json(report.room),
         "notes": report.notes,
     }

@@ -58,8 +58,8 @@ class Framework(BaseModel):
     ] = Field(
         "fused",
         description="fused: no fp32 logits; overwritten: and their gradient takes their place; in-place: fp32 logits become "
-        "softmax, then gradient (Megatron's unfused); cast: the same beside the logits in the compute format, until they are "
-        "cast (Megatron's fusion without Transformer Engine); fp32: each is written out and kept; "
+        "softmax, then gradient (Megatron's unfused); cast: the same, copied, beside logits in the compute format (Megatron's "
+        "fusion without Transformer Engine, compiled); fp32: each is written out and kept; "
         "fp32-softmax: the same three at once, of which the softmax is kept and becomes the gradient (nanotron); "
         "log-softmax: each is written out, but only the fp32 log-softmax is kept; "
         "dtensor: the same, but over a cut vocabulary four fp32 copies in backward (torchtitan until 0.2, not compiled); "
@@ -82,8 +82,8 @@ class Framework(BaseModel):
         "fp32 gradient itself; after-backward: a micro-batch's gradients wait in bf16 for the end of its backward, and "
         "ZeRO-1 all-reduces whole gradients (nanotron); unsharded: ZeRO adds whole gradients of several micro-batches and "
         "reduce-scatters after the last (Accelerate); unsharded-in-pipelines: the same in pipelines alone (torch's); "
-        "bf16-and-fp32: ZeRO-1 and 2 hold whole gradients in bf16 too and all-reduce these (DeepSpeed); stepped: a weight is "
-        "stepped as soon as it has its gradient, which is freed (optimizer in backward, one micro-batch a step)",
+        "bf16-and-fp32: ZeRO-1 holds whole gradients in bf16 too, and ZeRO-1 and 2 all-reduce these (DeepSpeed); stepped: a "
+        "weight is stepped as soon as it has its gradient, which is freed (optimizer in backward, one micro-batch a step)",
     )
     stage_split: Literal["balanced", "layers", "layers-and-head", "layers-and-ends", "torchtitan", "nanotron"] = Field(
         "balanced",

@@ -59,6 +59,8 @@ class Key:
     """other names of the key, which other releases write"""
     inverse: bool = False
     """the field is 1 / value"""
+    nullable: bool = True
+    """transformers takes null for it"""
 
     def read(self, config: Config) -> Fields:
         key = next((name for name in (self.key, *self.aliases) if name in config), self.key)
@@ -72,6 +74,8 @@ class Key:
 
     def write(self, model: Model) -> dict[str, Any]:
         value = _value(model, self._fields[0])
+        if value is None and not self.nullable:
+            return {}
         if self.kind in ACTIVATIONS:
             words = ACTIVATIONS[self.kind]
             value = next((word for word, ours in words.items() if ours == value), value)

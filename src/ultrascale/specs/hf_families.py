@@ -80,7 +80,7 @@ def _common(
         Key(key, "activation", kind, default=_ours(kind, word)),
         Key(eps[0], "norm_eps", "number", default=eps[1]),
         rope or Rope(),
-        Key("max_position_embeddings", "max_positions", default=OMITTED),
+        Key("max_position_embeddings", "max_positions", default=OMITTED, nullable=False),
         Key("tie_word_embeddings", "tied_embeddings", "flag", default=tied),
         *(() if kv_heads is None else (Key("num_key_value_heads", "kv_heads", default=kv_heads),)),
         *(() if head_dim is None else (Key("head_dim", "head_dim", default=head_dim),)),

@@ -90,6 +90,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Called after an operator has run."""
         for tensor in tensors_in(result):
+            if tensor.device.type == "meta":
+                continue  # shapes alone, as DeepSpeed keeps of ZeRO-1's and 2's parameters
             storage = tensor.untyped_storage()
             if (tracked := self._tracked.get(id(storage))) is not None:
                 self._resize(tracked, storage.nbytes())

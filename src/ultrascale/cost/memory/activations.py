@@ -292,7 +292,7 @@ def head(job: Job, columns: LayoutColumns) -> HeadActivations:
         "fp32": (b + 2.0 * FP32, b + 3.0 * FP32, cast) if b < FP32 else (1.0 * FP32, 3.0 * FP32, cast),
         "fp32-softmax": (FP32, 3.0 * FP32, 3.0 * FP32),
         "chunked": (b / CHUNKS, 2.0 * b / CHUNKS, b / CHUNKS),
-        "cast": (FP32, FP32 + b, FP32 + b),
+        "cast": (FP32, cast, cast),
     }
     if job.framework.loss in CHUNKED_GRADIENTS:
         return _head_chunked_gradients(job, columns)

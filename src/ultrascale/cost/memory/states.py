@@ -370,10 +370,10 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
     on_gpu = ~columns.offloads_states
     gradients = np.where(gradients_sharded, sharded(in_shard, gradients_sharded), whole)
     if job.framework.accumulation == "bf16-and-fp32":
-        # Of ZeRO-1 those of backward, which the next micro-batch finds; of ZeRO-2 always, and shards from the first reduction.
+        # Of ZeRO-1 those of backward, which the next micro-batch finds; of ZeRO-2 shards, from the first reduction.
         first = columns.gas == 1
-        beside = np.where((zero == 1) & first, 0.0, compute * params.total)
-        gradients = np.where((zero == 2) & first, 0.0, gradients) + np.where((zero == 1) | (zero == 2), beside, 0.0)
+        gradients = np.where((zero == 2) & first, 0.0, gradients)
+        gradients = gradients + np.where((zero == 1) & ~first, compute * params.total, 0.0)
     if job.framework.accumulation == "stepped":  # the embedding's is the largest that is live
         gradients = gradient_bytes(job) * np.maximum(params.layer, params.ends)
     return StateBytes(

@@ -41,7 +41,10 @@ def main(folder: Path) -> None:
         write(asdict(_result(request, watcher, (*notes, NOT_COUNTED))))
 
     def done(watcher: Watcher) -> None:
-        write(asdict(_result(request, watcher, tuple(notes))))
+        if dist.is_initialized():
+            write(asdict(_result(request, watcher, tuple(notes))))
+        else:
+            write({"initialised": False})
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the program's own end may wait for other ranks

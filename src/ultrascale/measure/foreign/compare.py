@@ -11,7 +11,7 @@ from ultrascale.cost.flops import selective_matmul_flops
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.foreign.request import NOT_COMPILED, ForeignEngine, ForeignRehearsal, ForeignRequest
-from ultrascale.measure.rehearse import RehearsedTerm, predicted_flops, without_imbalance
+from ultrascale.measure.rehearse import MemoryRoom, RehearsedTerm, predicted_flops, without_imbalance
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -33,11 +33,10 @@ class ForeignReport:
 @dataclass(frozen=True)
 class PlanBeside:
     terms: Sequence[RehearsedTerm]
-    framework: str
-    """of the estimate"""
-    planned_gib: float
-    """the plan's own estimate of all memory, with its own framework"""
-    planned_for: str
+    room: MemoryRoom
+    gpu: str
+    stands_in: bool
+    """what was rehearsed takes the place of what the plan would run: Megatron-Core's layers without Transformer Engine"""
 
 
 def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> PlanBeside:
@@ -58,18 +57,20 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
         "parameters": weights,
         "gradients": law.gradients,
         "optimizer": law.optimizer,
-        "activations": law.activations,
-        "buffers": law.buffers + gathered,
+        "activations, buffers": law.activations + law.buffers + gathered,  # a rehearsal cannot tell all of them apart
     }
     owners = predicted.items() if found.memory else ()  # a GPU's allocator does not know them
-    terms = [RehearsedTerm(owner, value, found.memory.get(owner, 0), "B") for owner, value in owners]
+    memory = {owner: sum(found.memory.get(one, 0) for one in owner.split(", ")) for owner in predicted}
+    terms = [RehearsedTerm(owner, value, memory[owner], "B") for owner, value in owners]
     terms.append(RehearsedTerm("all", law.total - law.runtime, found.peak, "B"))
     flops = engine_flops(job, layout, place, stage.layers)
     terms.append(RehearsedTerm("FLOPs", flops, sum(found.flops.values()), "FLOP"))
     sent = sum(one.bytes for one in of_stage(job, layout, ClusterRates(job), place.pp))
     terms.append(RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"))
-    planned = plan.estimate.memory[place.pp].memory.total
-    return PlanBeside(terms, framework.name, planned / GIB, plan.job.framework.name)
+    planned, gpu = plan.estimate.memory[place.pp].memory.total / GIB, plan.job.cluster.gpu
+    names = plan.job.framework.name, framework.name
+    room = MemoryRoom(place.pp, found.peak / GIB, law.runtime / GIB, gpu.memory_gib, planned, *names)
+    return PlanBeside(terms, room, gpu.name, engine.library and engine.eager is not None)
 
 
 def engine_flops(job: Job, layout: Layout, place: RankCoordinates, layers: int) -> float:

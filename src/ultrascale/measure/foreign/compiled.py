@@ -170,11 +170,14 @@ class CompiledGraph:
             watcher.track_storage(tensor.untyped_storage())
 
     def _write_in_place(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        """Frees one operand of the result's size that nothing reads after this."""
+        """Frees one operand of the result's size that nothing reads after this, with its views."""
         operands = [one for one in self.ends.get(node, ()) if one is not node and one not in self.virtual and one in values]
         for one in operands:
             if _storage_bytes(values[one]) == _storage_bytes(values[node]):
-                del values[one]
+                freed = _storages(values[one])
+                for alias in operands:
+                    if _storages(values[alias]) <= freed:
+                        del values[alias]
                 return
 
     @contextmanager
@@ -188,6 +191,10 @@ class CompiledGraph:
 
 def _storage_bytes(value: Any) -> int:
     return sum(one.untyped_storage().nbytes() for one in tensors_in(value))
+
+
+def _storages(value: Any) -> set[int]:
+    return {id(one.untyped_storage()) for one in tensors_in(value)}
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:

@@ -52,7 +52,7 @@ def run(request: ForeignRequest, watcher: Watcher, note: Callable[[str], None]) 
         given["moe_router_force_load_balancing"] = True
         note(BALANCED)
     if not request.on_gpu:
-        torch.compile = _where_differentiated(torch.compile)
+        torch.compile = _with_numbered_device(torch.compile, torch.cuda.current_device)
         _without_gpu(given)
     _core("tensor_parallel.random").model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
     parallel = _core("parallel_state")
@@ -100,15 +100,19 @@ def run(request: ForeignRequest, watcher: Watcher, note: Callable[[str], None]) 
         watcher.end_step()
 
 
-def _where_differentiated(compile_with: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile outside of autograd functions: inside, tensors that are changed in place would be copied."""
+def _with_numbered_device(compile_with: Callable[..., Any], number: Callable[[], int]) -> Callable[..., Any]:
+    """torch.compile, which asks for the properties of the device of that number while it captures."""
 
     def compile_here(function: Any) -> Any:
         compiled = compile_with(function)
 
         @functools.wraps(function)
         def outer(*args: Any, **kwargs: Any) -> Any:
-            return (compiled if torch.is_grad_enabled() else function)(*args, **kwargs)
+            device, torch.cuda.current_device = torch.cuda.current_device, number
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                torch.cuda.current_device = device
 
         return outer
 

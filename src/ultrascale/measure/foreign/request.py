@@ -177,8 +177,8 @@ def _check_configuration(engine: ForeignEngine, version: str, config: str) -> No
         raise SpecError(f"--config is '{config:.80}' but {engine.name} {version} reads TOML: try a file such as config.toml")
     if toml and not old:
         raise SpecError(
-            f"--config is '{config:.80}', which {engine.name} 0.2 reads, and {version} is installed: name a function, "
-            "such as config.py:plan or llama3:llama3_debugmodel"
+            f"--config is '{config:.80}', which {engine.name} 0.2 reads, and {version} is installed: name a function, such as "
+            "config.py:plan or llama3:llama3_debugmodel, or `pip install torchtitan==0.2.2`"
         )
     if toml or file.endswith(".py"):
         _readable("--config", file, "")

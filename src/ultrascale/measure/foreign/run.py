@@ -72,7 +72,8 @@ def rehearse_foreign(
     said = [line.lower() for line in lines if "No module named" not in line]
     if not request.on_gpu and any(word in line for line in said for word in OF_GPU):
         lines = [*lines, NEEDS_GPU]
-    raise RunError("\n  ".join([_sentence(request, found, code, timeout_s), *lines, *request.notes]))
+    sentence = _sentence(request, found, code, timeout_s)
+    raise RunError("\n  ".join([sentence if lines else sentence.removesuffix(":"), *lines, *request.notes]))
 
 
 def _run(

@@ -18,7 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ultrascale.measure.rehearse_tracker import OperatorCounter
 from ultrascale.measure.rehearse_world import QuickFakeTensorMode
-from ultrascale.parallel.torch_private import SHARDING_PROPAGATION, ShardingPropagator, fsdp_gathered_parameters, in_backward
+from ultrascale.parallel.torch_private import (
+    SHARDING_PROPAGATION,
+    ShardingPropagator,
+    fsdp_gathered_parameters,
+    fsdp_kept_gradients,
+    in_backward,
+)
 from ultrascale.train.memory import UNLABELLED
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -60,6 +66,7 @@ class Watcher(OperatorCounter):  # type: ignore[no-untyped-call]
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         self._hook_modules()
+        fsdp_kept_gradients(lambda gradient: self.track([gradient], "gradients"))
 
     def _hook_modules(self) -> None:
         register_module_forward_pre_hook(self._enter)
