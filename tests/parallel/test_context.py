@@ -77,7 +77,7 @@ def sliced(axis: Axis, variant: ContextParallel, case: Case) -> list[Tensor]:
     q, k, v, grad = (x[:, own] for x in case.tensors())
     for x in (q, k, v):
         x.requires_grad_()
-    out = ContextCore(axis, variant, case.window)(q, k, v)
+    out = ContextCore(axis, variant, CausalAttention(case.window))(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
@@ -133,7 +133,7 @@ def test_ulysses_cuts_a_sliding_window() -> None:
 @pytest.mark.parametrize("variant", ["allgather", "ring", "zigzag"])
 def test_the_others_refuse_a_sliding_window(variant: ContextParallel) -> None:
     with pytest.raises(SpecError, match=rf"context_parallel is {variant} .* 4096 tokens.*context_parallel=ulysses"):
-        ContextCore(ALONE, variant, sliding_window=4096)
+        ContextCore(ALONE, variant, CausalAttention(4096))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -191,7 +191,7 @@ def traced(rank: int, nproc: int, store: str) -> list[str]:
     TileAttention.forward = noting  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     x = torch.ones(1, 4, 2, 4)
-    ContextCore(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1, 2)), "zigzag")(x, x, x)
+    ContextCore(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1, 2)), "zigzag", CausalAttention())(x, x, x)
     dist.destroy_process_group()
     return events
 
@@ -211,7 +211,7 @@ def kept(rank: int, nproc: int, store: str, variant: ContextParallel) -> int:
         return x
 
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
-    core = ContextCore(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1)), variant)
+    core = ContextCore(Axis("cp", dist.group.WORLD, rank, nproc, (0, 1)), variant, CausalAttention())
     q, k, v = (torch.randn(2, 8, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         core(q, k, v)
