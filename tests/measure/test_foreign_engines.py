@@ -61,7 +61,8 @@ def test_accelerate_with_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = rehearsed_plan(tmp_path, "accelerate", dp=8, zero=3, mbs=2, gas=2)
     shard = ALL * 4 // 8
-    assert (found.memory["parameters"], found.most["gradients"]) == (shard, shard)
+    assert found.memory["parameters"] == shard
+    assert 4 * ALL <= found.most["gradients"] <= 4 * ALL + shard  # whole in fp32, between micro-batches
     assert found.memory["optimizer"] == 2 * shard + TENSORS * 4
     sent = 7 * 2 * 2 * ALL // 8  # in bf16, of two micro-batches
     tail = 7 * 2 * 2 * (EMBEDDING + NORM) // 8  # the last norm and the head stay gathered
