@@ -224,7 +224,7 @@ def test_invalid_model_files(run: Run, tmp_path: Path, fields: dict[str, Any], s
 
 
 CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"model_type": "bert"}, ["config.model_type is 'bert'", "known: deepseek_v2"]),
+    ({"model_type": "bert"}, ["config.model_type is 'bert'", "known: arcee"]),
     ({"model_type": "lama"}, ["config.model_type is 'lama'", "describe it in a model file"]),
     ({"model_type": MISSING}, ["config.model_type is missing"]),
     ({"model_type": 3}, ["config.model_type is 3"]),

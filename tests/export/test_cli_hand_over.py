@@ -183,7 +183,9 @@ def test_unusable_folders_and_plans_are_refused(run, plan: Path) -> None:
     Path("edited.yaml").write_text(edited)
     refused(run("export", "edited.yaml", "--to", "megatron", "-o", "out"), "layout.dp·tp·pp·cp")
     latent = plan_of("latent").save("latent.yaml")
-    refused(run("export", latent, "--to", "slurm", "-o", "out"), "no latent attention")
+    refused(
+        run("export", latent, "--to", "slurm", "-o", "out"), "layout.ep is 32 but the engine spreads experts over data ranks"
+    )
     assert run("export", latent, "--to", "megatron", "-o", "out")[0] == 0
 
 

@@ -158,11 +158,6 @@ def test_vocabularies_that_tp_does_not_divide_are_refused():
         from_model(odd, Overrides.parse(["layout.tp=2"]), 2)
 
 
-def test_latent_attention_is_refused():
-    with pytest.raises(SpecError, match=r"model.mla is set .* try qwen3-30b-a3b or tiny-moe"):
-        from_model(Model.load("deepseek-v3"), Overrides(), 1)
-
-
 @pytest.mark.parametrize(
     ("model", "words", "says"),
     [

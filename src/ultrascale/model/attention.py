@@ -94,9 +94,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
     The kernels have one width of heads: narrower values (latent attention) are padded.
     """
-    width = v.shape[-1]
-    out: Tensor = _Causal.apply(q, k, F.pad(v, (0, q.shape[-1] - width)), scale)  # type: ignore[no-untyped-call]
-    return out[..., :width]
+    out: Tensor = _Causal.apply(q, k, padded(v, q.shape[-1]), scale)  # type: ignore[no-untyped-call]
+    return out[..., : v.shape[-1]]
+
+
+def padded(v: Tensor, width: int) -> Tensor:
+    """Values as wide as `width`; themselves if they are, which F.pad would copy."""
+    return v if v.shape[-1] == width else F.pad(v, (0, width - v.shape[-1]))
 
 
 def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None = None) -> Tensor:

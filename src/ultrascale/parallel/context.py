@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
-from ultrascale.model.attention import Gradients, TileAttention
+from ultrascale.model.attention import Gradients, TileAttention, padded
 from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.self_attention import Attention, CausalAttention
 from ultrascale.parallel import comm
@@ -80,10 +79,9 @@ class ContextCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if isinstance(self.attend, CausalAttention):
             return _ulysses(q, k, v, self.axis, self.attend)
-        width = v.shape[-1]
-        v = F.pad(v, (0, q.shape[-1] - width))  # latent attention's; kernels have one width
-        out: Tensor = _TiledAttention.apply(q, k, v, self.axis, self.variant, self.attend)  # type: ignore[no-untyped-call]
-        return out[..., :width]
+        values = padded(v, q.shape[-1])
+        out: Tensor = _TiledAttention.apply(q, k, values, self.axis, self.variant, self.attend)  # type: ignore[no-untyped-call]
+        return out[..., : v.shape[-1]]
 
 
 def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention) -> Tensor:
