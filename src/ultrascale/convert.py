@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
 from ultrascale.data.corpora import BYTES, STDLIB, SYNTHETIC
@@ -21,11 +20,7 @@ from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 from ultrascale.specs.validate import shown
 from ultrascale.train import checkpoint, import_torch
-from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.request import TRY_SEQ, Overrides, from_model
-
-if TYPE_CHECKING:
-    import torch
 
 Progress = Callable[[int, int], None]
 """called with bytes done and total bytes"""
@@ -120,11 +115,10 @@ def to_hf(
     from ultrascale.model.hf_folder import write
 
     source = checkpoint.resolve(run)
-    weights = source if source.job.adapter_rank is None else _base(source)
+    whole, tensor = checkpoint.merged(source)
     model = source.job.model
-    if weights.shapes() != whole_shapes(model):
-        raise SpecError(f"checkpoint {weights.folder} does not hold the weights that its own model has: try another")
-    tensor = source.tensor if weights is source else _merged(source, weights)
+    if whole.shapes() != whole_shapes(model):
+        raise SpecError(f"checkpoint {whole.folder} does not hold the weights that its own model has: try another")
     write(out, model, tensor, dtype, tokenizer=tokenizer, progress=progress)
     return ConversionResult(model, out, is_run=False)
 
@@ -143,30 +137,6 @@ def to_peft(run: Path, out: Path) -> ConversionResult:
         raise SpecError(f"{source.folder} has no adapters: try ultrascale convert {run} hf {out}")
     write(out, model, source.shapes(), source.tensor, rank, source.training.adapter_alpha)
     return ConversionResult(model, out, is_run=False)
-
-
-def _base(adapters: Checkpoint) -> Checkpoint:
-    base = checkpoint.base_of(adapters)
-    if base is None:
-        raise SpecError(f"{adapters.folder} holds adapters beside random weights, which no folder needs: train with --weights")
-    return base
-
-
-def _merged(source: Checkpoint, base: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """Weights with what their adapters add."""
-    from ultrascale.model.adapters import adapted
-
-    rank, pairs = source.job.adapter_rank, adapted(source.shapes())
-    assert rank is not None
-
-    def tensor(name: str) -> torch.Tensor:
-        weight = base.tensor(name)
-        if name in pairs:
-            down, up = map(source.tensor, pairs[name])
-            weight.addmm_(up, down, alpha=source.training.adapter_alpha / rank)
-        return weight
-
-    return tensor
 
 
 def _need_safetensors() -> None:

@@ -161,9 +161,10 @@ def load(path: str | Path, tokenizer: str | Path | None = None, device: str | No
     for router in module.routers().values():
         if router.bias is not None:
             router.bias = router.bias.float()  # added to scores in fp32
+    weight = source.tensor if isinstance(source, HFFolder) else checkpoint.merged(source)[1]
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            tensor.copy_(source.tensor(name))
+            tensor.copy_(weight(name))
     caches = []
     if model.rope_scaling is None or model.rope_scaling.rope_type != "dynamic":
         caches = [KVCacheAttention(block.attention.core) for block in module.each_block()]

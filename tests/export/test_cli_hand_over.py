@@ -11,6 +11,7 @@ import samples
 from plan_builders import exported, plan_of, planned
 
 from builders import make_job
+from ultrascale.cost.estimate import estimate
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
@@ -187,6 +188,16 @@ def test_unusable_folders_and_plans_are_refused(run, plan: Path) -> None:
         run("export", latent, "--to", "slurm", "-o", "out"), "layout.ep is 32 but the engine spreads experts over data ranks"
     )
     assert run("export", latent, "--to", "megatron", "-o", "out")[0] == 0
+
+
+def test_adapters_are_not_lost_in_an_export(run, plan: Path) -> None:
+    kept = Plan.load(plan)
+    job = kept.job.changed(adapter_rank=16, framework=Framework.load("ultrascale"))
+    adapters = Plan(job=job, layout=kept.layout, estimate=estimate(job, kept.layout)).save("adapters.yaml")
+    code, out, err = run("export", adapters, "--to", "megatron", "-o", "out")
+    assert code
+    assert "job.adapter_rank: None instead of 16" in out + err
+    assert not os.path.exists("out")
 
 
 BOMB = "".join(f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}\n" for n in range(1, 16))

@@ -80,7 +80,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, lion, sgd-momentum or sgd.")] = "adamw",
     adapters: Annotated[
         int | None,
-        typer.Option("--adapters", min=1, help="Train low-rank adapters (LoRA) of this rank, all other weights frozen."),
+        typer.Option("--adapters", help="Train low-rank adapters (LoRA) of this rank, all other weights frozen."),
     ] = None,
     attention: Annotated[str, typer.Option(help="flash, or plain (materialised score matrices).")] = "flash",
     framework: Annotated[

@@ -99,6 +99,8 @@ def _sentence(what: str, field: str, value: Any, engine: EngineLimits) -> str:
     values = (engine.layout if what == "layout" else engine.job)[field]
     if not values:  # an engine without pipeline parallelism
         return f"{what}.{field} is {_word(value)} but {engine.title} runs no pipeline: try pp=1, and no {field}"
+    if values == (None,):
+        return f"{what}.{field} is {_word(value)} but {engine.title} has no such setting: try null"
     known = ", ".join(_word(one) for one in values)
     return f"{what}.{field} is {_word(value)} but {engine.title} runs {known}: try {_word(values[0])}"
 

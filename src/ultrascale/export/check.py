@@ -20,6 +20,7 @@ from ultrascale.specs.plan import Plan
 # Fields without which an engine trains another model, however near its time and memory are.
 OTHER_MODEL = {
     "model",
+    "job.adapter_rank",
     *(f"model.{name}" for name in ("activation", "norm", "positions", "qk_norm", "sliding_window", "tied_embeddings", "vocab")),
     *(f"model.{name}" for name in ("qkv_bias", "attention_output_bias", "mlp_bias")),
 }

@@ -26,7 +26,10 @@ from ultrascale.specs.validate import build, shown
 
 Fields = dict[str, Any]
 
-JOB = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "attention", "dropout", "total_tokens")
+JOB = (
+    *("seq", "batch_tokens", "precision", "gradients", "optimizer", "attention", "dropout"),
+    *("adapter_rank", "adapter_targets", "total_tokens"),
+)
 _PARTS: dict[str, type[BaseModel]] = {"mla": MLA, "moe": MoE, "rope_scaling": RopeScaling}
 _SHORT_CLUSTER = re.compile(r"[0-9]{1,9}x(?:[0-9]{1,9} )?[a-zA-Z][\w\-]*")
 

@@ -26,6 +26,7 @@ def job_line(job: Job) -> str:
     model, cluster = job.model, job.cluster
     total = f", {count(job.total_tokens)} tokens in total" if job.total_tokens else ""
     total += f", in {job.framework.name}" if job.framework.name != "ultrascale" else ""
+    total += f", adapters of rank {job.adapter_rank} alone trained" if job.adapter_rank is not None else ""
     return (
         f"{model.name} ({count(model.parameters)} parameters) on {cluster.gpus} × {cluster.gpu.name} "
         f"({count_of(cluster.nodes, 'node')} of {cluster.gpus_per_node}), {job.precision}, "

@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, dict[str, str]] = {
 Kind = Literal["count", "count or zero", "number", "flag", "text", "gated", "plain"]
 
 
-class Part(Protocol):
+class ConfigPart(Protocol):
     """What one or several keys of a config say."""
 
     def read(self, config: Config) -> Fields: ...
@@ -391,7 +391,7 @@ class HFFamily:
     """its class for training"""
     layer: str
     """the class of one of its layers"""
-    parts: tuple[Part, ...]
+    parts: tuple[ConfigPart, ...]
     fixed: Fields = field(default_factory=dict)
     """what its classes hard-code"""
 

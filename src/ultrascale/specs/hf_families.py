@@ -13,6 +13,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import (
     OMITTED,
     Config,
+    ConfigPart,
     DeepSeekRouting,
     DenseWidth,
     EmbeddingScale,
@@ -23,7 +24,6 @@ from ultrascale.specs.hf import (
     LayerTypes,
     Only,
     ParallelResidual,
-    Part,
     Rope,
     RopeLayers,
     ScoreScale,
@@ -69,7 +69,7 @@ def _common(
     kv_heads: Any = OMITTED,
     head_dim: Any = OMITTED,
     tied: bool = False,
-) -> tuple[Part, ...]:
+) -> tuple[ConfigPart, ...]:
     """Keys that all families but GPT-2 name alike, with the defaults of a family's class."""
     key, kind, word = activation
     return (
@@ -95,7 +95,9 @@ def _attention_bias(default: bool = False, key: str = "attention_bias") -> Key:
     return Key(key, ATTENTION_BIAS, "flag", default=default)
 
 
-def _moe(experts: str, ffn: str, *, top_k: str = "num_experts_per_tok", renormalize: bool | None = None) -> tuple[Part, ...]:
+def _moe(
+    experts: str, ffn: str, *, top_k: str = "num_experts_per_tok", renormalize: bool | None = None
+) -> tuple[ConfigPart, ...]:
     aliases = ("num_local_experts",) if experts != "num_local_experts" else ("num_experts",)
     weights = () if renormalize is None else (Key("norm_topk_prob", "moe.renormalize", "flag", default=renormalize),)
     return Key(experts, "moe.experts", aliases=aliases), Key(top_k, "moe.top_k"), Key(ffn, "moe.expert_ffn"), *weights
@@ -121,7 +123,7 @@ class DeepSeekMLP:
 
     v3: bool
 
-    def _parts(self, sparse: bool) -> tuple[Part, ...]:
+    def _parts(self, sparse: bool) -> tuple[ConfigPart, ...]:
         return (*_DEEPSEEK_EXPERTS, DeepSeekRouting(self.v3), DenseWidth(3 if self.v3 else 0)) if sparse else (FFN,)
 
     def read(self, config: Config) -> Fields:

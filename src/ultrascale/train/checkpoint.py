@@ -182,6 +182,27 @@ def base_of(adapters: Checkpoint) -> Checkpoint | None:
     return open_checkpoint(adapters.base)
 
 
+def merged(source: Checkpoint) -> tuple[Checkpoint, Callable[[str], torch.Tensor]]:
+    """The checkpoint that holds all weights, and each whole weight in fp32 with what adapters add to it."""
+    rank = source.job.adapter_rank
+    if rank is None:
+        return source, source.tensor
+    from ultrascale.model.adapters import adapted
+
+    base, pairs = base_of(source), adapted(source.shapes())
+    if base is None:
+        raise SpecError(f"{source.folder} holds adapters beside random weights, of no use elsewhere: train with --weights")
+
+    def tensor(name: str) -> torch.Tensor:
+        weight = base.tensor(name)
+        if name in pairs:
+            down, up = map(source.tensor, pairs[name])
+            weight.addmm_(up, down, alpha=source.training.adapter_alpha / rank)
+        return weight
+
+    return base, tensor
+
+
 def latest(run: Path) -> Checkpoint:
     """The newest complete checkpoint of a run; SpecError if there is none."""
     found = newest(run)
