@@ -3,13 +3,15 @@
 In a job of several GPUs the other ranks do not exist (torch's `fake` process group): collectives return at once, so that
 computing alone is timed, with real kernels on the sizes of one rank. With `--beside torchtitan` (0.2) its own model,
 parallelisms, compiler, loss and optimizer take the same work as its trainer does; on one GPU with fp32 weights under autocast.
-Models with experts are its Qwen3. The engines take turns, each in a process of its own, ours in each `--precision`. Prints ms
-and peak memory of each turn, and the ratios to the first engine.
+Models with experts are its Qwen3. `--beside transformers` runs a model of transformers under FSDP2 as Accelerate does, with
+PEFT's adapters where `--adapters` asks for some. The engines take turns, each in a process of its own, ours in each
+`--precision`. Prints ms and peak memory of each turn, and the ratios to the first engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -33,18 +35,19 @@ from ultrascale.measure.foreign.data_stub import stub_data_pipeline
 from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.schedules import REGISTRY
+from ultrascale.specs.hf_config import config_of
 from ultrascale.specs.job import Precision
-from ultrascale.specs.training import Fp8Keep, Graphs, Training
+from ultrascale.specs.training import Fp8Keep, Graphs, Kernels, Training
 from ultrascale.specs.units import GIB
 from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 
 COLD, WARM_UP = 2, 4  # steps: compilation, states, the allocator's first blocks; a CUDA graph's capture in the fifth
 # Beside those of step.py: shapes of Llama 3, and of a layer of 128 experts.
-MODELS = MODELS | {
-    name: Model.load(preset)
+MODELS.update(
+    (name, Model.load(preset))
     for name, preset in {"8b": "llama-3-8b", "70b": "llama-3-70b", "qwen3-30b-a3b": "qwen3-30b-a3b"}.items()
-}
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Turn:
     peak_gib: float
     reserved_gib: float
     gpu: str
+    kernels: int = 0
+    """of one more step, where it is profiled, and how long they ran"""
+    kernels_ms: float = 0.0
 
 
 def timed(engine: str, work: RankWork, step: Callable[[], object]) -> Turn:
@@ -71,7 +77,18 @@ def timed(engine: str, work: RankWork, step: Callable[[], object]) -> Turn:
     torch.cuda.synchronize()
     each_s = (time.perf_counter() - start) / work.steps
     peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.memory_reserved() / GIB
-    return Turn(engine, each_s * 1e3, work.tokens / each_s, peak, reserved, torch.cuda.get_device_name())
+    counted, kernels_s = kernels_of(step) if work.profiled else (0, 0.0)
+    name = torch.cuda.get_device_name()
+    return Turn(engine, each_s * 1e3, work.tokens / each_s, peak, reserved, name, counted, kernels_s * 1e3)
+
+
+def kernels_of(step: Callable[[], object]) -> tuple[int, float]:
+    """How many kernels a step launches, and for how long they run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
+    return sum(event.count for event in events), sum(event.self_device_time_total for event in events) / 1e6
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,12 @@ class RankWork:
     graphs: Graphs = "auto"
     precision: Precision = "bf16"
     fp8_keep: Fp8Keep = "ends"
+    kernels: Kernels = "fused"
+    compiled: bool = True
+    """torchtitan"""
+    profiled: bool = False
+    adapters: int | None = None
+    """rank of adapters that are trained alone"""
 
     @property
     def name(self) -> str:
@@ -119,8 +142,9 @@ def ours(work: RankWork) -> Turn:
         seq=work.seq,
         batch_tokens=layout.batch_tokens(work.seq),
         precision=work.precision,
+        adapter_rank=work.adapters,
     )
-    training = Training(steps=1000, tp_chunks=work.tp_chunks, graphs=work.graphs, fp8_keep=work.fp8_keep)
+    training = Training(steps=1000, tp_chunks=work.tp_chunks, graphs=work.graphs, fp8_keep=work.fp8_keep, kernels=work.kernels)
     with single_rank_world(0, layout.gpus):
         mesh, _ = unconnected_groups(Mesh.build(layout, model.kv_heads, 0, f"cuda:{torch.cuda.current_device()}"))
         batches = cast(Batches, RandomBatches(work.seq, model.vocab))
@@ -144,7 +168,7 @@ def titan_config(work: RankWork) -> Any:
 
     config = JobConfig()
     config.training.seq_len, config.training.local_batch_size = work.seq, work.layout.mbs
-    config.compile.enable = True
+    config.compile.enable = work.compiled
     config.activation_checkpoint.mode = work.layout.recompute
     config.optimizer.implementation = "fused"
     config.parallelism.tensor_parallel_degree = work.layout.tp
@@ -211,9 +235,53 @@ def context_slices(inputs: torch.Tensor, targets: torch.Tensor, dims: Any) -> tu
     return prepare_context_parallel_input(inputs, targets, {}, dims.get_mesh("cp"), inputs.device)  # type: ignore[no-any-return]
 
 
+def transformers(work: RankWork) -> Turn:
+    """A model of transformers as Accelerate trains it, with torch's fused AdamW: fp32 weights and bf16 compute; or bf16 weights
+    that are frozen, and adapters of PEFT in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    library: Any = importlib.import_module("transformers")
+    layout, kept = work.layout, config_of(work.shape, "fp32")
+    config = library.AutoConfig.for_model(kept.pop("model_type"), **kept)
+    with single_rank_world(0, layout.gpus):
+        weights = torch.bfloat16 if work.adapters else torch.float32
+        with torch.device("cuda"):
+            model = library.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=weights)
+        if work.adapters:
+            peft: Any = importlib.import_module("peft")
+            kind = peft.LoraConfig(r=work.adapters, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, kind)
+        if layout.recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        sharded = layout.dp > 1
+        if sharded:
+            bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for block in model.model.layers:
+                fully_shard(block, mp_policy=bf16)
+            fully_shard(model, mp_policy=bf16)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        batches = RandomBatches(work.seq, work.shape.vocab)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            for _ in range(layout.gas):
+                tokens = batches.train(0, list(range(layout.mbs)))[0].cuda()
+                with torch.autocast("cuda", torch.bfloat16, enabled=not sharded):
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+
+        return timed("transformers", work, step)
+
+
+OTHERS = {"torchtitan": torchtitan, "transformers": transformers}
+
+
 def in_own_process(engine: str, work: RankWork) -> Turn:
     def rank(_: int, __: int, ___: str) -> Turn:
-        return (torchtitan if engine == "torchtitan" else ours)(work)
+        return OTHERS.get(engine, ours)(work)
 
     (turn,) = local.run(rank, 1, timeout_s=600)
     return turn  # type: ignore[no-any-return]
@@ -238,14 +306,22 @@ def main() -> None:
     parser.add_argument(
         "--fp8-keep", choices=get_args(Fp8Keep), nargs="+", default=["ends"], help="ours: what fp8 leaves in bf16"
     )
+    parser.add_argument(
+        "--adapters", type=int, default=0, help="train adapters of this rank alone, PEFT's beside with transformers"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--beside", choices=("torchtitan",))
+    parser.add_argument("--beside", choices=tuple(OTHERS))
     options = parser.parse_args()
-    if options.beside and importlib.util.find_spec("torchtitan") is None:
-        sys.exit("torchtitan is not installed: try `pip install torchtitan==0.2.2`, or leave --beside out")
+    if options.beside and importlib.util.find_spec(options.beside) is None:
+        wanted = {"torchtitan": "torchtitan==0.2.2"}.get(options.beside, options.beside)
+        sys.exit(f"{options.beside} is not installed: try `pip install {wanted}`, or leave --beside out")
     if options.beside and options.pp > 1:
-        sys.exit("torchtitan's pipeline needs its other ranks: leave --pp or --beside out")
+        sys.exit(f"{options.beside}'s pipeline needs its other ranks: leave --pp or --beside out")
+    if options.beside == "transformers" and options.tp * options.cp > 1:
+        sys.exit("transformers is run without tp and cp: leave --beside, or --tp and --cp, out")
+    if options.beside == "torchtitan" and options.adapters:
+        sys.exit("torchtitan 0.2 has no adapters: try --beside transformers")
     layout = Layout(
         tp=options.tp, dp=options.dp, cp=options.cp, pp=options.pp, zero=options.zero if options.dp * options.cp > 1 else 0,
         mbs=options.mbs or MBS.get(options.model, 2), gas=options.gas, schedule=options.schedule,
@@ -254,14 +330,16 @@ def main() -> None:
     )  # fmt: skip
     layers = options.layers or MODELS[options.model].layers
     seq = options.seq or (SEQ if options.model in MBS else 8192)
-    work = RankWork(options.model, layers, seq, options.steps, layout, options.tp_chunks, options.graphs)
+    work = RankWork(
+        options.model, layers, seq, options.steps, layout, options.tp_chunks, options.graphs, adapters=options.adapters
+    )
     works = [work] if "bf16" in options.precision else []
     if "fp8" in options.precision:
         works += [replace(work, precision="fp8", fp8_keep=keep) for keep in options.fp8_keep]
     contestants = [*([(options.beside, work)] if options.beside else []), *((one.name, one) for one in works)]
     engines = [name for name, _ in contestants]
     turns = [in_own_process(engine, one) for _ in range(options.turns) for engine, one in contestants]
-    beside = f" · torchtitan {importlib.metadata.version('torchtitan')}" if options.beside else ""
+    beside = f" · {options.beside} {importlib.metadata.version(options.beside)}" if options.beside else ""
     what = f"rank 0 of {layout}, {options.model} with {layers} layers, sequences of {seq}"
     table = Table(title=f"{what}{beside} · {machine(turns[0].gpu)}")
     for heading in ("engine", "step ms", "tokens/s", "peak GiB", "reserved GiB"):
