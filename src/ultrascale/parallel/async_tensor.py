@@ -66,19 +66,27 @@ class AsyncTensorParallel:
     def to_sequence_order(self, rows: Tensor, batch: int) -> Tensor:
         """Gathered rows [n, w] as [b, s, w]: a view if a chunk is one sequence (or the only one), else a copy."""
         groups, per_group = self._groups(batch)
-        parts = rows.view(groups, per_group, self.slices.size, batch // groups, -1, rows.shape[1])
-        return parts.transpose(1, 3).reshape(batch, -1, rows.shape[1])
+        wide = _in_wide_words(rows)
+        parts = wide.view(groups, per_group, self.slices.size, batch // groups, -1, wide.shape[1])
+        return parts.transpose(1, 3).reshape(batch, -1, wide.shape[1]).view(rows.dtype)
 
     def to_chunk_order(self, x: Tensor) -> Tensor:
         """The inverse."""
         groups, per_group = self._groups(len(x))
-        parts = torch.unflatten(torch.unflatten(x, 1, (self.slices.size, per_group, -1)), 0, (groups, -1))
-        return parts.transpose(1, 3).flatten(0, 4)
+        parts = torch.unflatten(torch.unflatten(_in_wide_words(x), 1, (self.slices.size, per_group, -1)), 0, (groups, -1))
+        return parts.transpose(1, 3).flatten(0, 4).view(x.dtype)
 
     def _groups(self, batch: int) -> tuple[int, int]:
         """Groups of rows that are whole sequences and whole chunks, one of either; and the chunks in a group."""
         groups = min(batch, self.chunks)
         return groups, self.chunks // groups
+
+
+def _in_wide_words(x: Tensor) -> Tensor:
+    """Rows as words of 16 bytes, if they are whole ones: a GPU copies these three times as fast as bf16 entries."""
+    entries = 16 // x.element_size()
+    aligned = x.stride(-1) == 1 and all(n % entries == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.complex128) if aligned else x
 
 
 class ChunkedAllGather:
