@@ -120,6 +120,7 @@ class Framework(BaseModel):
     rails: bool = Field(True, description="collectives across nodes use every NIC of a node, not one per ring")
     fp8_gather: bool = Field(True, description="ZeRO-3 gathers the weights of fp8 GEMMs in fp8, not in bf16")
     eager_activation: bool = Field(False, description="autograd keeps the gate's activation beside its input and their product")
+    fp8_gates: bool = Field(False, description="with fp8 GEMMs the inputs of gates are saved in fp8 (DeepSeek-V3)")
     transformer_engine: bool = Field(
         False,
         description="Megatron-Core's layers: fp8 GEMMs keep their inputs in fp8, queries and keys are kept before their norm; "

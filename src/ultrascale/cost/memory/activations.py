@@ -157,7 +157,12 @@ def _mlp(job: Job, columns: LayoutColumns, tokens: Array, b: int, operand: Array
     model = job.model
     wide = tokens * model.ffn / columns.tp
     kept = operand_bytes(job) + (b if model.gated and job.framework.eager_activation else 0)
-    return {"mlp input": operand, "mlp matmuls": b * (2 if model.gated else 1) * wide, "mlp activation": kept * wide}
+    return {"mlp input": operand, "mlp matmuls": gate_bytes(job) * (1 + model.gated) * wide, "mlp activation": kept * wide}
+
+
+def gate_bytes(job: Job) -> int:
+    """Bytes of a gate's input as it is saved."""
+    return 1 if job.precision == "fp8" and job.framework.fp8_gates else compute_bytes(job)
 
 
 def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Array) -> dict[str, Array]:
@@ -176,7 +181,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
         "mlp input": mlp_input,
         "router": job.framework.router_bytes * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
         "expert input": operand * travelling,
-        "expert matmuls": b * (2 if model.gated else 1) * wide,
+        "expert matmuls": gate_bytes(job) * (1 + model.gated) * wide,
         "expert activation": operand * wide,
     }
     if not job.framework.transformer_engine:

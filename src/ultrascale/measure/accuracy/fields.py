@@ -17,6 +17,7 @@ from ultrascale.specs.validate import build
 
 # Engines that no run here names, by the preset that works as they do.
 ALIKE = {
+    r"hai-llm": "hai-llm",
     r"megascale|primus|neox|internevo": "megatron-core",  # built on Megatron's layers, its communication, its optimizer
     r"maxtext|levanter|\bjax\b|\bxla\b|alpa": "torchtitan-0.2",  # one compiled program
     r"fsdp2|simplefsdp|olmo-core": "torchtitan-0.2-eager",
