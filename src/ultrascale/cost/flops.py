@@ -22,15 +22,16 @@ def layer_matmul_flops(model: Model, moe: bool) -> float:
 
 
 def score_flops(model: Model, seq: int, causal: bool) -> float:
-    """Forward QKᵀ and PV of one layer per token: 2·s·a·(d_qk + d_v), half of it when the mask is counted.
+    """Forward QKᵀ and PV of one layer per token, the mean of all: 2·s·a·(d_qk + d_v), half of it when the mask is counted.
 
     A sliding window bounds what a token sees; with the causal mask a token sees (s+1)/2 others in the mean, written s/2 here
     as every published convention does.
     """
     attended = seq / 2 if causal else seq
     if model.sliding_window is not None and model.sliding_window < seq:
-        window = model.sliding_window
-        attended = window * (1 - window / (2 * seq)) if causal else window
+        window, share = model.sliding_window, model.local_layers / model.layers
+        near = window * (1 - window / (2 * seq)) if causal else window
+        attended = share * near + (1 - share) * attended
     return 2.0 * attended * model.heads * (model.qk_head_dim + model.v_head_dim)
 
 
