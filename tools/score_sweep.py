@@ -65,7 +65,8 @@ def log_step_of_other_sources(run: MeasuredRun) -> float:
     assert run.layout is not None
     job = adjusted(run.job, left_out_multipliers()[NO_SOURCE])
     constants = job.cluster.efficiency.model_copy(update={"network_call_s": 0.0})
-    framework = job.framework.model_copy(update={"launch": Framework.load("eager").launch})
+    plain = Framework.load("eager")
+    framework = job.framework.model_copy(update={"launch": plain.launch, "launch_tensor": plain.launch_tensor})
     cluster = job.cluster.model_copy(update={"efficiency": constants})
     return math.log(estimate(job.model_copy(update={"cluster": cluster, "framework": framework}), run.layout).step_time_s)
 

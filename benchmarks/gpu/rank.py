@@ -306,9 +306,7 @@ def main() -> None:
     parser.add_argument(
         "--fp8-keep", choices=get_args(Fp8Keep), nargs="+", default=["ends"], help="ours: what fp8 leaves in bf16"
     )
-    parser.add_argument(
-        "--adapters", type=int, default=0, help="train adapters of this rank alone, PEFT's beside with transformers"
-    )
+    parser.add_argument("--adapters", type=int, help="train adapters of this rank alone, PEFT's beside with transformers")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--beside", choices=tuple(OTHERS))

@@ -84,13 +84,11 @@ def test_a_job_that_another_engine_cannot_run_is_an_error() -> None:
 
 
 def test_blocks_that_are_not_compiled_move_the_bytes_of_plain_operators() -> None:
-    """2.7 times as many in a layer, with biases that no fused block has; the head's are the same. The idealised engine compiles
-    everything.
-    """
+    """Four times as many in a layer, with biases that no fused block has; the head's are the same. `playbook` compiles all."""
     layout = Layout(tp=4)
     ours, ideal = (estimate(make_job("qwen2.5-7b", "4xh100", 8192, 1, name), layout) for name in ("ultrascale", "playbook"))
-    assert Framework.load("ultrascale-eager").elementwise == 2.7
-    assert 1.7 * ideal.time.memory_bound_s < ours.time.memory_bound_s < 2.7 * ideal.time.memory_bound_s
+    assert Framework.load("ultrascale-eager").elementwise == 4.0
+    assert 2.5 * ideal.time.memory_bound_s < ours.time.memory_bound_s < 4 * ideal.time.memory_bound_s
     for fused, sequences in ((Layout(dp=8), 8), (Layout(tp=8), 1), (Layout(tp=8, sequence_parallel=False), 1)):
         jobs = [make_job("llama-3-8b", "8xh100", 8192, sequences, name) for name in ("ultrascale", "playbook")]
         ours, ideal = (estimate(job, fused) for job in jobs)

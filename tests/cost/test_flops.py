@@ -109,6 +109,16 @@ def test_a_window_bounds_the_scores() -> None:
     assert flops.score_flops(model, 2048, causal=True) == 1024 * width
 
 
+def test_only_layers_with_the_window_are_bounded_by_it() -> None:
+    """Two local layers and a full one, of 3 layers and of 4: 2 · 3840 + 16384 over 3, and one full layer more over 4."""
+    pattern = {"sliding_window": 4096, "attention_pattern": ("local", "local", "full")}
+    for layers, attended in ((3, (2 * 3840 + 16384) / 3), (4, (3 * 3840 + 16384) / 4)):
+        model = Model.load("mistral-7b").model_copy(update={**pattern, "layers": layers})
+        width = 2 * model.heads * (model.qk_head_dim + model.v_head_dim)
+        assert flops.score_flops(model, 32768, causal=True) == pytest.approx(attended * width)
+        assert flops.score_flops(model, 4096, causal=True) == pytest.approx(2048 * width)
+
+
 def test_hfu_over_mfu() -> None:
     """Llama-3-8B at 8k: full recomputation repeats the layers' third, not the head's: 4/3 − 1,050,673,152 / 57,912,852,480."""
     job = Job(

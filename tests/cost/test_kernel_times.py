@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.kernels import (
     STEADY_S,
     Coefficients,
     Surface,
+    attention_passes,
     gemm_surfaces,
     gemm_time_s,
     load_surface,
@@ -23,6 +25,7 @@ from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 
 KINDS = gemm_surfaces()
@@ -198,3 +201,18 @@ def test_a_shape_outside_the_measured_range_is_named() -> None:
         outside_range(surface, np.array([64, 512]), 4096, 128)
         == "m = 64 is below the measured 256…32768; k = 128 is below the measured 512…65536"
     )
+
+
+@pytest.mark.parametrize("cluster", ["1xh100", "1xcpu"])
+def test_attention_takes_the_mean_of_layers_with_and_without_a_window(cluster: str) -> None:
+    """Of six layers the last is full, as in Gemma 3."""
+
+    def forward_s(**fields: object) -> float:
+        model = Model.load("llama-3.2-1b").model_copy(update={"layers": 6, **fields})
+        job = Job(model=model, cluster=Cluster.load(cluster), seq=16384, batch_tokens=16384)
+        return float(attention_passes(job, LayoutColumns.of([Layout()]), ClusterRates(job)).forward[0])
+
+    local, full = forward_s(sliding_window=1024), forward_s()
+    mixed = forward_s(sliding_window=1024, attention_pattern=("local",) * 5 + ("full",))
+    assert local < full / 2
+    assert mixed == pytest.approx((5 * local + full) / 6)

@@ -373,7 +373,7 @@ def _overlapped(work: Workload, all_to_all: CollectiveTransfer, both: Array, win
 
     together, local_first = traffic_with(np.zeros(len(columns)), late), traffic_with(own.forward, late + own.input_grad)
     kernels = host.constants().compiled_layer.local_tokens_first
-    launch_s = np.full(len(columns), kernels * machine.launch_s * host.relative_to_compiled(job, columns, "launch"))
+    launch_s = np.full(len(columns), kernels * machine.launch_s)
     # The second gradient of the experts' matrices is read with the first, and their sum written.
     added_s = machine.stream_s(np.asarray(3 * compute_bytes(job) * sum(p.count * p.n * p.k for p in matmuls)))
     price = own + others + Passes(launch_s, 2 * launch_s, added_s)

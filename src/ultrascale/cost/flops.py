@@ -21,18 +21,27 @@ def layer_matmul_flops(model: Model, moe: bool) -> float:
     return 2.0 * multiplied_elements(model, moe)
 
 
-def score_flops(model: Model, seq: int, causal: bool) -> float:
-    """Forward QKᵀ and PV of one layer per token, the mean of all: 2·s·a·(d_qk + d_v), half of it when the mask is counted.
+def windows(model: Model, seq: int) -> list[tuple[float, int]]:
+    """Shares of the layers, and how many tokens their attention sees at most: all of the sequence, or the sliding window."""
+    window, local = model.sliding_window, model.local_layers / model.layers
+    if window is None or window >= seq or not local:
+        return [(1.0, seq)]
+    return [(local, window)] if local == 1 else [(1 - local, seq), (local, window)]
+
+
+def score_flops_within(model: Model, seq: int, window: int, causal: bool) -> float:
+    """Forward QKᵀ and PV of one layer per token: 2·s·a·(d_qk + d_v), half of it when the mask is counted.
 
     A sliding window bounds what a token sees; with the causal mask a token sees (s+1)/2 others in the mean, written s/2 here
     as every published convention does.
     """
-    attended = seq / 2 if causal else seq
-    if model.sliding_window is not None and model.sliding_window < seq:
-        window, share = model.sliding_window, model.local_layers / model.layers
-        near = window * (1 - window / (2 * seq)) if causal else window
-        attended = share * near + (1 - share) * attended
+    attended = window * (1 - window / (2 * seq)) if causal else window
     return 2.0 * attended * model.heads * (model.qk_head_dim + model.v_head_dim)
+
+
+def score_flops(model: Model, seq: int, causal: bool) -> float:
+    """The same in the mean over the layers, of which some may have a sliding window."""
+    return sum(share * score_flops_within(model, seq, window, causal) for share, window in windows(model, seq))
 
 
 def head_flops(model: Model) -> float:

@@ -89,7 +89,6 @@ class LaunchQueue(_SourcedConstants):
     streams_fused: PassCounts
     streams_compiled: PassCounts
     start_s: float
-    python_launch_s: float
     between_graphs_s: float
 
 
@@ -122,13 +121,22 @@ def constants() -> HostConstants:
 
 # ------------------------------------------------------------------------------------------------------------------ on a GPU
 
+Quantity = Literal["elementwise", "launch", "launch_sharded", "launch_tensor"]
 
-def relative_to_compiled(job: Job, columns: LayoutColumns, quantity: Literal["elementwise", "launch"]) -> Array:
+
+def relative_to_compiled(job: Job, columns: LayoutColumns, quantity: Quantity) -> Array:
     """Bytes or launches relative to a compiled block: the engine's own, or of plain blocks where ours compiles none."""
     own: float = getattr(job.framework, quantity)
     if not job.framework.fused_blocks:
         return np.asarray(own)
     return np.where(eager(job, columns), getattr(Framework.load("ultrascale-eager"), quantity), own)
+
+
+def launch_relative_to_bare(job: Job, columns: LayoutColumns) -> Array:
+    """Host time of a dense layer's launches over that of as many bare ones, with what cutting the layer adds."""
+    sharded = relative_to_compiled(job, columns, "launch_sharded") * (columns.zero == 3) * (columns.shards > 1)
+    cut = relative_to_compiled(job, columns, "launch_tensor") * (columns.tp > 1)
+    return np.asarray(relative_to_compiled(job, columns, "launch") + sharded + cut)
 
 
 def collective_calls_s(columns: LayoutColumns, machine: ClusterRates) -> Array:
@@ -144,9 +152,10 @@ def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe:
     """Host time to launch one layer's forward in any engine; backward takes twice as long."""
     compiled, routing = constants().compiled_layer, getattr(constants().routing, job.framework.routing)
     kernels = np.full(len(columns), float(compiled.kernels)) + (compiled.routing if moe else 0)
-    launch_s = machine.launch_s * relative_to_compiled(job, columns, "launch")
     if not moe or job.model.moe is None:
-        return np.asarray(launch_s * kernels + collective_calls_s(columns, machine))
+        each_s = machine.launch_s * launch_relative_to_bare(job, columns)
+        return np.asarray(each_s * kernels + collective_calls_s(columns, machine))
+    launch_s = machine.launch_s * relative_to_compiled(job, columns, "launch")
     per_expert = routing.kernels_per_expert * (2 if job.precision == "fp8" else 1)
     kernels = kernels + per_expert * job.model.moe.experts / columns.ep
     return np.asarray(launch_s * kernels + routing.host_s)
@@ -190,12 +199,11 @@ def dense_layer_launch_s(
 ) -> tuple[Array, Array]:
     """Host time to launch one dense layer of our engine, forward and backward; `recomputed`: the part of layers that is."""
     queue, plain = constants().launch_queue, eager(job, columns)
-    operators = constants().compiled_layer.kernels * relative_to_compiled(job, columns, "launch")
     biases = 3 * job.model.qkv_bias + job.model.attention_output_bias + 2 * job.model.mlp_bias
     again = np.where(columns.is_("recompute", "full"), queue.layer.again * recomputed, 0)
-    each = machine.launch_s * job.framework.launch
+    each = machine.launch_s * launch_relative_to_bare(job, columns)
     calls_s = collective_calls_s(columns, machine)
-    forward = np.where(plain, machine.launch_s * operators, each * queue.layer.forward) + calls_s
+    forward = each * np.where(plain, constants().compiled_layer.kernels, queue.layer.forward) + calls_s
     backward = each * (queue.layer.backward + queue.bias * biases + again) + 2 * calls_s
     return forward, np.where(plain, 2 * forward, backward)
 
@@ -216,10 +224,10 @@ def idle_s(
     from there on. The longest of these is the step, and what it takes beyond the device's own time is idle. `late_s` of the
     gradients' reduction go on while the host launches the rest of backward.
     """
-    queue, gas, each = constants().launch_queue, columns.gas, machine.launch_s
+    queue, gas = constants().launch_queue, columns.gas
     each_layer = dense_layer_launch_s(job, columns, machine, share.recomputed_fraction)
     forward, backward = (launch_s * share.layers for launch_s in each_layer)
-    ends = queue.ends * each
+    ends = queue.ends * machine.launch_s * job.framework.launch
     weights = weights_launch_s(job.model, machine, share.layers)
     backward = backward + np.where(accumulates_nothing(job, columns), 0.0, weights)
     optimizer = weights - optimizer_s
@@ -235,8 +243,7 @@ def idle_s(
         begun + gas * whole + weights - late_s,
     )
     launched = np.asarray(reduce(np.maximum, waits))
-    host = (ends + forward + backward) * (max(1.0, queue.python_launch_s / each) if each else 1.0)
-    replayed = graphable(job, columns) & (layers.total + head.total < 2 * host)
+    replayed = graphable(job, columns) & (layers.total + head.total < 2 * (ends + forward + backward))
     return np.where(replayed, np.minimum(launched, queue.between_graphs_s), launched)
 
 
@@ -260,6 +267,12 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     sums = np.where(accumulates_nothing(job, columns), 0, weights)
     start = queue.start_s
     return start * forward * share.layers, start * (backward * share.layers + sums), start * 2 * weights
+
+
+def layer_starts_s(job: Job, columns: LayoutColumns) -> Passes:
+    """The same for a layer of any engine: as many more kernels as its operators move more bytes than compiled ones."""
+    queue, kernels = constants().launch_queue, relative_to_compiled(job, columns, "elementwise")
+    return Passes(*(queue.start_s * kernels * each for each in queue.streams_compiled[:2]))
 
 
 # ------------------------------------------------------------------------------------------------------------------ on a CPU

@@ -223,18 +223,25 @@ def attention_imbalance(columns: LayoutColumns) -> Array:
 
 
 def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
-    """Seconds of one layer's attention on one rank; there are no weights, so no weight gradient."""
-    tokens = columns.tokens(job.seq)
-    work = flops.score_flops(job.model, job.seq, causal=True) * tokens / columns.tp * attention_imbalance(columns)
+    """Seconds of one layer's attention on one rank, in the mean over layers with and without a sliding window; there are no
+    weights, so no weight gradient.
+    """
+    found = Passes()
+    for share, window in flops.windows(job.model, job.seq):
+        found = found + _attention_within(job, columns, machine, window).scaled(share)
+    return found
+
+
+def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, window: int) -> Passes:
+    tokens, each = columns.tokens(job.seq), flops.score_flops_within(job.model, job.seq, window, causal=True)
+    work = each * tokens / columns.tp * attention_imbalance(columns)
     if job.attention == "plain":
         return _plain_attention(job, columns, machine, work)
     if machine.efficiency.synchronous:
-        return _cpu_attention(job, machine, work)
+        return _cpu_attention(job, machine, work, each)
     # Ring steps see a block of the sequence at a time; the others see whole rows.
     ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
-    row = np.where(ring, job.seq / columns.cp, job.seq)
-    if job.model.sliding_window:
-        row = np.minimum(row, job.model.sliding_window)
+    row = np.minimum(np.where(ring, job.seq / columns.cp, job.seq), window)
     rate = machine.attention
     blocks = tokens * job.model.heads / columns.tp / QUERY_BLOCK
     reach = (
@@ -250,10 +257,10 @@ def attention_flops(job: Job, columns: LayoutColumns) -> Array:
     return np.asarray((1 + BACKWARD_FLOPS) * work)
 
 
-def _cpu_attention(job: Job, machine: ClusterRates, work: Array) -> Passes:
+def _cpu_attention(job: Job, machine: ClusterRates, work: Array, work_of_token: float) -> Passes:
     """On a CPU: the matmuls, and what a score costs however narrow a head is, its exponential and passes through a cache."""
     each = 2.0 * (job.model.qk_head_dim + job.model.v_head_dim)
-    attended = flops.score_flops(job.model, job.seq, causal=True) / (each * job.model.heads)
+    attended = work_of_token / (each * job.model.heads)
     computed = work * min(job.seq, attended + CPU_KEY_BLOCK / 2) / attended
     slower = next(factor for row, factor in CPU_QUERY_BLOCKS if job.seq < row)
     softmax = slower * computed / each / (machine.efficiency.softmax_gscores_s * 1e9)

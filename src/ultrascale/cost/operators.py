@@ -10,7 +10,9 @@ from ultrascale.cost import host, kernels
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.states import (
+    FP32,
     accumulates_nothing,
+    autocast,
     compute_bytes,
     gradient_bytes,
     has_master,
@@ -191,7 +193,7 @@ def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     activation (gated: read 2, write 1).
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
-    residual = b * tokens * model.hidden / columns.sequence_cut
+    residual = np.where(autocast(job, columns), FP32, b) * tokens * model.hidden / columns.sequence_cut
     rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
     rotary = 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
     activation = b * tokens * (3 if model.gated else 2) * host.mlp_width(job, columns, moe)
@@ -231,6 +233,11 @@ def accumulate_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elemen
     moved = 2 * g - b if job.framework.accumulation == "fused" else b + 2 * g
     each = machine.stream_s(trained_fraction(job) * elements * moved)
     return np.where(accumulates_nothing(job, columns), 0.0, each) if job.framework.fused_blocks else each
+
+
+def autocast_s(job: Job, columns: LayoutColumns, machine: ClusterRates, elements: Array) -> Array:
+    """Weights are cast where a micro-batch uses them."""
+    return np.where(autocast(job, columns), machine.stream_s((FP32 + compute_bytes(job)) * elements), 0.0)
 
 
 def fp8_casts(job: Job, machine: ClusterRates, matmuls: list[Matmul]) -> Passes:
@@ -290,6 +297,7 @@ def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at
     busy = replace(busy, matmul=busy.matmul.scaled(1 / at), attention=busy.attention.scaled(1 / at))
     if host.one_queue(job, columns, machine):
         return busy  # the queue's idle time is the step's, not a layer's
+    busy = replace(busy, memory_bound=busy.memory_bound + host.layer_starts_s(job, columns))
     launch_s = host.layer_launch_s(job, columns, machine, moe)
     return replace(busy, launch=host.exposed_launches(busy.total, launch_s))
 
@@ -327,7 +335,7 @@ def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
     # Forward reads the logits twice (maximum and sum, then the label's); backward reads them and writes their gradient.
-    fp32 = job.framework.loss in ("fp32", "fp32-softmax")
+    fp32 = job.framework.loss in ("fp32", "fp32-softmax", "log-softmax")
     # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
     forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)

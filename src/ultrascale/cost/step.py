@@ -223,7 +223,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
     layer = states.per_layer(job.model, columns)
     elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)
-    accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements + experts))
+    accumulated = _weight_passes(work, elements + experts)
     time = ComponentTime(
         matmul=compute.matmul,
         attention=compute.attention,
@@ -239,13 +239,13 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
 
 def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> _Component:
     """Embedding or head: one collective of the residual stream each way when tp cuts the vocabulary."""
-    job, columns, machine = work.job, work.columns, work.machine
+    job, columns = work.job, work.columns
     one = np.where(inside.with_sequence, inside.gather.time_s, 0.5 * inside.reduce.time_s)
     matrices = [weights.vocabulary(job.model)] if is_head else weights.embedding(job.model)
     elements = states.on_tp_rank(matrices, job.model, columns)
     if is_head and job.model.tied_embeddings:
         elements = NOTHING  # gathered with the embedding, which on the last stage of a pipeline is its copy
-    accumulated = Passes(weight_grad=operators.accumulate_s(job, columns, machine, elements))
+    accumulated = _weight_passes(work, elements)
     time = ComponentTime(
         matmul=compute.matmul,
         memory_bound=compute.memory_bound + accumulated,
@@ -253,6 +253,13 @@ def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: boo
         tensor=Passes(one, one),
     )
     return _Component(time, elements, NOTHING, compute.total, NOTHING)
+
+
+def _weight_passes(work: Workload, elements: Array) -> Passes:
+    """Casts of weights forward, sums of their gradients backward."""
+    job, columns, machine = work.job, work.columns, work.machine
+    cast = operators.autocast_s(job, columns, machine, elements)
+    return Passes(cast, weight_grad=operators.accumulate_s(job, columns, machine, elements))
 
 
 def _zero(work: Workload, component: _Component) -> Passes:

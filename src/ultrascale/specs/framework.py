@@ -27,8 +27,12 @@ class Framework(BaseModel):
     elementwise: float = Field(
         1.0, gt=0, le=20, description="bytes that memory-bound operators move, relative to a compiled block"
     )
-    launch: float = Field(
-        1.0, gt=0, le=200, description="host time to launch a layer's kernels, relative to a compiled block's 12 kernels"
+    launch: float = Field(1.0, gt=0, le=200, description="host time to launch a layer's kernels, relative to 12 bare launches")
+    launch_sharded: float = Field(
+        0.0, ge=0, le=200, description="what ZeRO-3 adds to `launch`: hooks that gather a layer's weights and free them"
+    )
+    launch_tensor: float = Field(
+        0.0, ge=0, le=200, description="what tensor parallelism adds to `launch`: collectives, and DTensors in Python"
     )
     attention: Literal["flash", "flash-1", "flash-2", "plain", "plain-fused"] = Field(
         "flash",

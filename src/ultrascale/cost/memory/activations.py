@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
+from ultrascale.cost.flops import windows
 from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, selective_policy, uncut, uses_fused_blocks
 from ultrascale.specs.job import Job
 
@@ -126,7 +127,7 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
         return {**latents, "q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
     per_score = b + (1 + b if job.dropout else 0)
-    attended = min(job.seq, model.sliding_window or job.seq)
+    attended = sum(share * window for share, window in windows(model, job.seq))
     return {
         **latents,
         "q, k, v": qkv,
