@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ultrascale.data import corpora, sets
 from ultrascale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from ultrascale.model.attention import softcapped_attention
+from ultrascale.model.attention import causal_attention, softcapped_attention
 from ultrascale.model.hf_folder import CONFIG, HFFolder
 from ultrascale.model.hf_folder import TOKENIZER as TOKENIZER_JSON
 from ultrascale.model.self_attention import CausalAttention
@@ -56,7 +56,7 @@ class KVCacheAttention(nn.Module):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [b, new, heads, d], k and v [b, new, kv_heads, d] -> [b, new, heads, d]."""
         if self.keys is not None and self.values is not None:
             k, v = torch.cat((self.keys, k), dim=1), torch.cat((self.values, v), dim=1)
@@ -67,6 +67,9 @@ class KVCacheAttention(nn.Module):
             visible = visible.triu(length - new + 1 - self.sliding_window)
         if self.softcap is not None:
             return softcapped_attention(q, k, v, self.scale or q.shape[-1] ** -0.5, self.softcap, visible)
+        if sinks is not None:
+            hidden = torch.zeros(new, length, dtype=q.dtype, device=q.device).masked_fill_(~visible, -math.inf)
+            return causal_attention(q, k, v, self.scale or q.shape[-1] ** -0.5, hidden, sinks)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=True).transpose(1, 2)
 

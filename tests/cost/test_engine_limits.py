@@ -72,9 +72,9 @@ def test_a_fixed_value_that_the_engine_lacks_is_an_error() -> None:
 def test_a_job_that_our_engine_cannot_run_is_planned_for_the_idealised_one() -> None:
     job = make_job("deepseek-v2-lite", "64xh100", 4096, 256, framework="ultrascale")
     assert advice.runnable_job(job) == (job, [])
-    changed, (note,) = advice.runnable_job(job.changed(model=job.model.model_copy(update={"mlp_bias": True})))
+    changed, (note,) = advice.runnable_job(job.changed(model=job.model.model_copy(update={"mla": None, "rotary_dim": 63})))
     assert changed.framework.name == "playbook"
-    assert "experts have no biases" in note
+    assert "model.rotary_dim is 63" in note
     assert advice.runnable_job(make_job(framework="ultrascale"))[1] == []
 
 

@@ -88,6 +88,20 @@ MODELS = {
         mlp_bias=True,
         **SHAPE,
     ),
+    "gpt-oss": Model(
+        name="gpt-oss",
+        kv_heads=2,
+        activation="clamped_swiglu",
+        swiglu_limit=7.0,
+        attention_sinks=True,
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        sliding_window=128,
+        attention_pattern=("local", "full"),
+        moe=MoE(experts=8, top_k=2, expert_ffn=512, logits_bias=True),
+        **SHAPE,
+    ),
     "deep": Model(name="deep", kv_heads=2, ffn=1536, **{**SHAPE, "layers": 16}),
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
@@ -147,6 +161,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("post-norm", {"tp": 2, "recompute": "selective"}),
     ("both-norms", {"recompute": "full", "gas": 2}),
     ("parallel", {"tp": 2, "sequence_parallel": False}),
+    ("gpt-oss", {"dp": 4, "ep": 2, "tp": 2, "zero": 3, "gas": 2}),
+    ("gpt-oss", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("gqa", {"adapter_rank": 16, "tp": 2}),
     ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
@@ -168,10 +184,17 @@ _EVERY: list[dict[str, Any]] = [
 SLOW: list[tuple[str, dict[str, Any]]] = [
     *(
         (model, fields)
-        for model in ("latent", "latent-moe", "post-norm", "both-norms", "parallel", "neox")
+        for model in ("latent", "latent-moe", "gpt-oss", "post-norm", "both-norms", "parallel", "neox")
         for fields in _EVERY
-        if (model, fields) not in FAST
+        if (model, fields) not in FAST and not (model == "gpt-oss" and fields == {"cp": 2})  # windows are not cut in tiles
     ),
+    ("gpt-oss", {"dp": 2, "zero": 1, "gas": 2}),
+    ("gpt-oss", {"dp": 2, "ep": 2, "zero": 3, "gas": 2}),
+    ("gpt-oss", {"dp": 3, "zero": 3, "gas": 2}),
+    ("gpt-oss", {"dp": 16, "zero": 3, "gas": 2}),
+    ("gpt-oss", {"pp": 2, "dp": 2, "ep": 2, "gas": 4, "zero": 3, "schedule": "zero-bubble"}),
+    ("gpt-oss", {"tp": 2, "optimizer": "muon"}),
+    ("gpt-oss", {"dp": 2, "ep": 2, "zero": 2, "gas": 2, "optimizer": "muon"}),
     *(("gqa", {"adapter_rank": 16, **fields}) for fields in _EVERY if ("gqa", {"adapter_rank": 16, **fields}) not in FAST),
     ("gqa", {"adapter_rank": 16, "adapter_targets": "qkv"}),
     ("gqa", {"adapter_rank": 16, "cp": 2}),

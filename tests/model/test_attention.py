@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ultrascale.model import attention
 from ultrascale.model.attention import attend, attend_backward, causal_attention
+from ultrascale.model.self_attention import window_bias
 
 SHAPES = [(True, 70, 70, 8, 2), (True, 5, 5, 3, 3), (False, 37, 11, 4, 1), (False, 8, 130, 6, 2)]
 
@@ -27,16 +28,22 @@ def draw(queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype 
     return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
 
 
+def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fp32 takes on a GPU, in place of the CPU's kernel."""
+    forward, backward, kernel = attention._plain, attention._plain_backward, "_scaled_dot_product_flash_attention_for_cpu"
+    monkeypatch.setattr(attention.aten, kernel, lambda *x, attn_mask, scale: forward(*x[:3], x[4], scale, attn_mask))
+    monkeypatch.setattr(
+        attention.aten, f"{kernel}_backward", lambda *x, attn_mask, scale: backward(*x[:6], x[7], scale, attn_mask)
+    )
+
+
 @pytest.mark.parametrize("path", ["cpu kernel", "plain"])
 @pytest.mark.parametrize(("causal", "queries", "keys", "heads", "kv_heads"), SHAPES)
 def test_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch, path: str, causal: bool, queries: int, keys: int, heads: int, kv_heads: int
 ) -> None:
-    if path == "plain":  # what fp32 takes on a GPU, here in place of the CPU's kernel
-        forward, backward = attention._plain, attention._plain_backward
-        kernel = "_scaled_dot_product_flash_attention_for_cpu"
-        monkeypatch.setattr(attention.aten, kernel, lambda *x, scale: forward(*x[:3], x[4], scale))
-        monkeypatch.setattr(attention.aten, f"{kernel}_backward", lambda *x, scale: backward(*x[:6], x[7], scale))
+    if path == "plain":
+        replace_kernel(monkeypatch)
     inputs = draw(queries, keys, heads, kv_heads)
     expected, expected_lse = textbook(*inputs, causal, 0.3)
     grad_out = torch.randn_like(expected)
@@ -45,6 +52,28 @@ def test_forward_and_backward(
         out, lse = attend(*inputs, causal, 0.3)
         given = attend_backward(grad_out, *inputs, out, lse.contiguous(), causal, 0.3)
     for left, right in zip((out, lse, *given), (expected, expected_lse, *wanted), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("path", ["cpu kernel", "plain"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_join_the_softmax_of_their_head(monkeypatch: pytest.MonkeyPatch, path: str, window: int | None) -> None:
+    """Each row of scores has one more column, whose probability is dropped."""
+    if path == "plain":
+        replace_kernel(monkeypatch)
+    length = 20
+    q, k, v = draw(length, length, 4, 2)
+    sinks = torch.randn(4, dtype=q.dtype, requires_grad=True)
+    bias = window_bias(length, window or length, q.dtype, q.device)
+    keys, values = (one.repeat_interleave(2, 2).transpose(1, 2) for one in (k, v))
+    scores = q.transpose(1, 2) @ keys.mT * 0.3 + bias
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    expected = (torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ values).transpose(1, 2)
+    out = causal_attention(q, k, v, 0.3, None if window is None else bias, sinks)
+    grad_out = torch.randn_like(expected)
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(one, (q, k, v, sinks), grad_out) for one in (out, expected))
+    for left, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(left, right)
 
 

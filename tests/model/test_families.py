@@ -140,6 +140,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**SHAPE, "head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "ernie4_5": ("ernie4_5", {**SHAPE, "head_dim": 8, "use_bias": True}),
     "exaone4": ("exaone4", {**SHAPE, "sliding_window": 6}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **SHAPE,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.6,
+            "sliding_window": 6,
+            "rope_parameters": {**YARN, "rope_theta": 150_000.0, "truncate": False},
+        },
+    ),
+    "gpt_oss, all full": (
+        "gpt_oss",
+        {
+            **SHAPE,
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         {**SHAPE, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},

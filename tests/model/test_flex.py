@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from ultrascale.model import flex
-from ultrascale.model.self_attention import CausalAttention
-from ultrascale.model.transformer import Transformer, document_bias
+from ultrascale.model.self_attention import CausalAttention, window_bias
+from ultrascale.model.transformer import Transformer
 from ultrascale.specs.model import Model
 
 LENGTH = 150  # more than one block, and not a whole number of them
@@ -53,15 +53,18 @@ def test_a_mask_rule_equals_the_dense_mask(window: int | None, packed: bool) -> 
 
 
 @pytest.mark.parametrize(("window", "packed"), MASKS)
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.usefixtures("uncompiled")
-def test_values_and_gradients_are_those_of_the_dense_mask(window: int | None, packed: bool) -> None:
+def test_values_and_gradients_are_those_of_the_dense_mask(sinks: bool, window: int | None, packed: bool) -> None:
     found = documents() if packed else None
     inputs = [numbers(2, LENGTH, heads, 16, seed=heads + seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))]
+    more = [numbers(4, seed=5).requires_grad_()] if sinks else []
     grad = numbers(2, LENGTH, 4, 16, seed=9)
-    dense = CausalAttention(window)(*inputs, None if found is None else document_bias(found, torch.float32))
-    ours = CausalAttention(window)(*inputs, flex.mask(LENGTH, window, found, CPU))
+    bias = next(iter(Transformer._dense_mask(inputs[0], LENGTH, window, found)), None)
+    dense = CausalAttention(window)(*inputs, bias, *more)
+    ours = CausalAttention(window)(*inputs, flex.mask(LENGTH, window, found, CPU), *more)
     torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
-    wanted, mine = (torch.autograd.grad(out, inputs, grad) for out in (dense, ours))
+    wanted, mine = (torch.autograd.grad(out, [*inputs, *more], grad) for out in (dense, ours))
     for one, other in zip(mine, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -96,7 +99,8 @@ def test_a_gpu_gets_block_masks_and_a_cpu_dense_ones() -> None:
         assert isinstance(mask, BlockMask)
     (dense,) = bias_of(model_of(40), True, on_gpu=False)
     assert isinstance(dense, Tensor)
-    assert bias_of(model_of(40), False, on_gpu=False) == ()
+    (dense,) = bias_of(model_of(40), False, on_gpu=False)
+    assert torch.equal(dense, window_bias(LENGTH, 40, torch.float32, CPU))
 
 
 def test_causal_attention_needs_no_mask() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ultrascale.model.operators import LayerNorm, RMSNorm, geglu, geglu_exact, rms_norm, swiglu
+from ultrascale.model.operators import LayerNorm, RMSNorm, clamped_swiglu, geglu, geglu_exact, rms_norm, swiglu
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float = 1e-3) -> Tensor:
@@ -21,6 +22,11 @@ OPERATORS: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[i
     (lambda x, weight: rms_norm(x, weight, 1e-3), plain_norm, [(2, 3, 4, 6), (6,)]),
     (swiglu, lambda gate, up: gate * torch.sigmoid(gate) * up, [(2, 3, 5), (2, 3, 5)]),
     (geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, [(2, 3, 5), (2, 3, 5)]),
+    (
+        partial(clamped_swiglu, limit=0.5),
+        lambda gate, up: (low := gate.clamp(max=0.5)) * torch.sigmoid(1.702 * low) * (up.clamp(-0.5, 0.5) + 1),
+        [(2, 3, 5), (2, 3, 5)],
+    ),
     (geglu_exact, lambda gate, up: gate * torch.special.ndtr(gate) * up, [(2, 3, 5), (2, 3, 5)]),
 ]
 

@@ -41,6 +41,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "window": {"sliding_window": 8},
+    "sinks": {"attention_sinks": True},
     "one-kv-head": {"kv_heads": 1},
     "odd-vocabulary": {"vocab": 61, "tied_embeddings": True},
     "narrow": {"hidden": 6, "heads": 3, "kv_heads": 1, "head_dim": 2, "ffn": 5},
@@ -76,7 +77,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "mla": {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
     },
-    **{f"{name}-family": verify_programs.FAMILIES[name] for name in ("gemma", "olmo", "cohere", "deepseek")},
+    **{f"{name}-family": verify_programs.FAMILIES[name] for name in ("gemma", "gpt-oss", "olmo", "cohere", "deepseek")},
     "neox": {
         "norm": "layernorm",
         "parallel_residual": "two_norms",

@@ -61,6 +61,8 @@ PUBLISHED = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
     "smollm3-3b": 3_075_098_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -92,8 +94,6 @@ BY_HAND = {
     + 26 * (66 * 3 * 2048 * 1408 + 64 * 2048 + 64)
     + 2 * 163_840 * 2048
     + 2048,
-    # The published total is 116,829,156,672: 36 layers' router biases (128) and attention sinks (64) are left out.
-    "gpt-oss-120b": 116_829_156_672 - 36 * (128 + 64),
     # 8 layers of q and o 64·64, k and v 64·32, three 64·192 and two norms; two 256·64 tables and a norm.
     "tiny": 8 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 256 * 64 + 64,
     # The same but for the MLP: a router 8·64 and 8 experts of three 64·64.
@@ -304,7 +304,16 @@ def test_a_folder_without_config_is_a_clear_error(tmp_path: Path) -> None:
         ({"ffn": 0}, "model.ffn is 0 but 2 layers have a dense MLP: try 256"),
         (
             {"activation": "swigl"},
-            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'geglu_exact', 'gelu', 'gelu_exact', 'relu' or 'relu2'",
+            "model.activation is 'swigl' but must be 'swiglu', 'geglu', 'geglu_exact', 'clamped_swiglu', 'gelu', 'gelu_exact', "
+            "'relu' or 'relu2'",
+        ),
+        (
+            {"activation": "clamped_swiglu"},
+            "model.swiglu_limit is missing but activation is clamped_swiglu: try clamped_swiglu",
+        ),
+        (
+            {"attention_sinks": True, "attention_softcap": 5.0},
+            "model.attention_softcap is 5 but attention_sinks is true: leave",
         ),
         ({"moe": 5}, "model.moe is 5 but must be a mapping of fields to values: try {experts: 8, top_k: 2"),
         ({"moe": {**MOE, "top_k": 8}}, "model.moe.top_k is 8 but there are only experts = 4: try 2"),

@@ -181,11 +181,6 @@ def test_unsupported_expert_settings_are_refused(model, words, says):
     assert says in str(refused.value)
 
 
-def test_experts_with_biases_are_refused():
-    with pytest.raises(SpecError, match=r"model.mlp_bias is true .* the engine's experts have no biases"):
-        from_model(Model.load("tiny-moe").model_copy(update={"mlp_bias": True}), Overrides(), 1)
-
-
 @pytest.mark.parametrize("before", range(1, 9))
 @pytest.mark.parametrize("after", range(1, 10))
 def test_a_cluster_of_any_size_becomes_one_of_any_other(before: int, after: int) -> None:

@@ -233,7 +233,8 @@ def _experts(model: Model, columns: LayoutColumns, share: RankShare) -> list[Dea
     held = np.maximum(1, -(-(moe.experts // columns.ep * slices) // pieces) // slices)  # by the first rank
     copies = columns.data_ranks // np.where(sharded, shards, columns.ep)
     found, first = list[DealtMatrices](), np.zeros(len(columns), dtype=np.int64)
-    for one in sorted(mlp(model, moe.expert_ffn), key=lambda one: (order(one.rows, one.width), one.cut)):
+    matrices = [one for one in mlp(model, moe.expert_ffn) if one.is_hidden_matrix]
+    for one in sorted(matrices, key=lambda one: (order(one.rows, one.width), one.cut)):
         count = share.moe_layers * held + 0 * first
         piece = one.elements // columns.tp // slices
         found.append(DealtMatrices(one.rows, one.width, first, count, copies, slices, columns.tp, columns.tp, piece))

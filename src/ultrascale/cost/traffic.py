@@ -145,6 +145,12 @@ class Stage:
             return sharded_gradient_bytes(self.job) / self.layout.shards
         return gradient_bytes(self.job)
 
+    @property
+    def last_expert_gradient(self) -> float:
+        """The same of routed experts, which fewer ranks share."""
+        shards, _ = states.expert_slices(self.job.model, self.row, np.asarray([self.layout.shards]))
+        return self.last_gradient * (self.layout.shards / float(shards[0]) if self.layout.zero else 1)
+
 
 def calls_of(stage: Stage) -> Calls:
     layout = stage.layout
@@ -325,12 +331,15 @@ def _repeated_weights(stage: Stage) -> Calls:
     layout, model, g = stage.layout, stage.job.model, stage.last_gradient
     adapters = None if stage.job.adapter_rank is None else states.adapter_weights(stage.job)
     if adapters is None:
-        partial = states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
+        partial = g * states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
+        if stage.moe_layers:
+            of_experts = states.partial_experts_on_tp(model, stage.row, stage.share, stage.shards)
+            partial = partial + stage.last_expert_gradient * of_experts
     else:
         whole = [weight for weight in adapters if weight.cut == "none" and layout.sequence_parallel]
-        partial = stage.layers * states.on_tp_rank(whole, model, stage.row, stage.shards)
+        partial = g * stage.layers * states.on_tp_rank(whole, model, stage.row, stage.shards)
     if float(partial[0]):
-        yield transfer(stage.machine, "tensor", "all_reduce", g * partial, stage.work.places.tensor), 1
+        yield transfer(stage.machine, "tensor", "all_reduce", partial, stage.work.places.tensor), 1
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
         attention = weights.attention(model) if adapters is None else adapters
@@ -507,13 +516,17 @@ def _zero(stage: Stage) -> Calls:
                 yield communication.zero_traffic(stage.work, elements, params.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield moved.expert_gather, gathers
-            yield moved.expert_scatter, scatters
+            for elements, times in _scattered(stage, scatters, experts=True):
+                yield communication.zero_traffic(stage.work, params.trunk, elements).expert_scatter, times
     if layout.data_ranks > layout.shards:
         # Replicas are all-reduced once a step; after a split backward with every scatter, since not every one has all weights.
         split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(stage.row.split_backward[0])
         # Of experts fewer ranks of a replica have parts.
-        experts = params.experts * layout.shards / moved.expert_gather.group.size
-        reduced = [*_scattered(stage, scatters), (experts, scatters)] if split else [(params.trunk + experts, 1)]
+        fewer = layout.shards / moved.expert_gather.group.size
+        reduced = [(params.trunk + fewer * params.experts, 1)]
+        if split:
+            of_experts = _scattered(stage, scatters, experts=True)
+            reduced = [*_scattered(stage, scatters), *((fewer * elements, times) for elements, times in of_experts)]
         for elements, times in reduced:
             own = gradient_bytes(job) * elements / layout.shards
             yield transfer(stage.machine, "zero", "all_reduce", own, stage.work.places.replica), times
@@ -534,22 +547,25 @@ def _gathers_by_group(stage: Stage, gathers: int) -> Calls:
             yield of_head.scatter, gas
 
 
-def _scattered(stage: Stage, scatters: int) -> Iterator[tuple[Array, int]]:
-    """Elements besides experts, and how often a step scatters their gradients.
+def _scattered(stage: Stage, scatters: int, experts: bool = False) -> Iterator[tuple[Array, int]]:
+    """Elements besides experts, or those of experts, and how often a step scatters their gradients.
 
     Where backward is split, FSDP scatters a chunk's after the weights' turn. What was not put off goes with the first turn
     after it, of several micro-batches together if so many came before.
     """
-    job, layout, trunk = stage.job, stage.layout, stage.params.trunk
+    job, layout, whole = stage.job, stage.layout, stage.params.experts if experts else stage.params.trunk
     if not (job.framework.states == "fp32" and layout.zero >= 2 and stage.row.split_backward[0]):
-        yield trunk, scatters
+        yield whole, scatters
         return
     chunks = stages.chunk_shares(job, layout.pp, layout.virtual_stages)
     rows = stage.row.take(np.zeros(len(chunks.layers), dtype=np.int64))
-    never_deferred = states.never_deferred(job.model, rows, chunks, states.fsdp_shards(job, rows))
+    of_each = states.never_deferred_experts if experts else states.never_deferred
+    never_deferred = of_each(job.model, rows, chunks, states.fsdp_shards(job, rows))
     actions = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages).actions[stage.index]
     own = sorted({action.stage for action in actions})
-    yield trunk - never_deferred[own].sum(), scatters
+    yield whole - never_deferred[own].sum(), scatters
+    if not never_deferred[own].any():
+        return
     for chunk in own:
         kinds = [action.kind for action in actions if action.stage == chunk and action.kind is not ActionKind.F]
         turns = zip((None, *kinds), kinds, strict=False)

@@ -137,6 +137,7 @@ def fastest_attention(job: Job, layout: Layout, dtype: torch.dtype, device: torc
     """
     model, window = job.model, job.model.sliding_window
     is_usual = model.mla is None and model.attention_scale is None and model.attention_softcap is None
+    is_usual = is_usual and not model.attention_sinks
     if device.type != "cuda" or not is_usual or (window is not None and window < job.seq):
         return None
     head_ranks = layout.cp if layout.context_parallel == "ulysses" else 1

@@ -343,7 +343,10 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     model, row, share = job.model, view.row, view.share
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp
-    scores = flops.score_flops(model, job.seq, causal=True) * tokens / layout.tp
+    # A window is a mask of the CPU's kernel, which computes all pairs: twice what the causal ones are.
+    masked = model.local_layers / model.layers if model.sliding_window is not None and model.sliding_window < job.seq else 0
+    whole = model.model_copy(update={"sliding_window": None})
+    scores = (1 + masked) * flops.score_flops(whole, job.seq, causal=True) * tokens / layout.tp
     if model.mla is not None:  # values are padded to keys' width
         scores *= 2 * model.qk_head_dim / (model.qk_head_dim + model.v_head_dim)
     if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later parts of the sequence attend to more of it

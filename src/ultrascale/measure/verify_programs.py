@@ -66,6 +66,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "local_rope_theta": 100.0,
         "tied_embeddings": True,
     },
+    "gpt-oss": {
+        "activation": "clamped_swiglu",
+        "swiglu_limit": 1.0,
+        "attention_sinks": True,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "sliding_window": 12,
+        "attention_pattern": ("local", "full"),
+        "moe": {"experts": 4, "top_k": 2, "expert_ffn": 16, "logits_bias": True},
+    },
     "olmo": {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "cohere": {
         "norm": "layernorm",

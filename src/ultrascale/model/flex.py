@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from ultrascale.model.attention import add_sinks
 
 MIN_HEAD_DIM = 16  # smallest head dimension of torch's kernel: the tile of a matrix unit
 
@@ -63,17 +65,30 @@ def rule(window: int | None, documents: Tensor | None) -> Rule:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: BlockMask, scale: float | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: BlockMask,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]. `softcap`: scores become cap · tanh(score / cap)."""
+    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d]. `softcap`: scores become cap · tanh(score / cap).
+
+    `sinks` [heads]: logits that join each softmax.
+    """
     # Inside a compiled block it is compiled with the block; on a CPU it cannot be compiled, and tests run it eagerly.
     function: Any = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         function = _compiled(function)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     capped = None if softcap is None else _softcap(softcap)
-    out: Tensor = function(q, k, v, capped, block_mask=visible, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)
+    options: dict[str, Any] = {"block_mask": visible, "scale": scale, "enable_gqa": True}
+    if sinks is None:
+        out: Tensor = function(q, k, v, capped, **options)
+        return out.transpose(1, 2)
+    out, aux = function(q, k, v, capped, return_aux=AuxRequest(lse=True), **options)
+    return add_sinks(out.transpose(1, 2), aux.lse, sinks)[0]
 
 
 @cache

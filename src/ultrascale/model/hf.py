@@ -48,14 +48,12 @@ _EXPERTS = {
 _MIXTRAL = {
     **LLAMA_NAMES,
     "mlp.router": "block_sparse_moe.gate",
-    "mlp.router.bias": "block_sparse_moe.e_score_correction_bias",
     "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
 }
 _DEEPSEEK = {
     **_EXPERTS,
-    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared.inputs.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.inputs.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
@@ -66,6 +64,7 @@ _DEEPSEEK = {
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up.kv": "self_attn.kv_b_proj",
 }
+_CORRECTION_BIAS = {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}
 _JOINED_GATE_UP = dict.fromkeys(("mlp.inputs.gate", "mlp.inputs.up"), "mlp.gate_up_proj")
 _POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
@@ -75,12 +74,25 @@ _POST_NORMS = {
 _QKV = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v")
 
 
+_GPT_OSS = {
+    "attention.sinks": "self_attn.sinks",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.logits_bias": "mlp.router.bias",
+    **dict.fromkeys(("mlp.experts.gate", "mlp.experts.up"), "mlp.experts.gate_up_proj"),
+    **dict.fromkeys(("mlp.experts.gate_bias", "mlp.experts.up_bias"), "mlp.experts.gate_up_proj_bias"),
+    "mlp.experts.down": "mlp.experts.down_proj",
+    "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
+}
+
+
 @dataclass(frozen=True)
 class HFNames:
     """The tensors of a family: their names, and how they differ from ours."""
 
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     """our modules, without the layer, to theirs; `{}`: experts are numbered"""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """our parameters and buffers to whole names of theirs, where the ends of the names differ"""
     layers: str = "model.layers.{}."
     stored_in_out: bool = False
     """weights of layers are [in, out]"""
@@ -90,14 +102,20 @@ class HFNames:
     """rotated pairs are neighbours; ours are half a head apart"""
     alternating_heads: bool = False
     """the rows of joined queries, keys and values alternate head by head"""
+    experts_in_out: bool = False
+    """stacked experts are [experts, in, out]"""
+    alternating_gate_up: bool = False
+    """the outputs of experts' joined gate and up alternate one by one"""
 
 
 _GEMMA2 = HFNames({**LLAMA_NAMES, **_POST_NORMS}, norm_offset=1.0)
 _OLMO2 = HFNames({**LLAMA_NAMES, **_POST_NORMS})
 TENSORS: dict[str, HFNames] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), HFNames(_EXPERTS)),
-    **dict.fromkeys(("mixtral", "minimax_m2"), HFNames(_MIXTRAL)),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), HFNames(_DEEPSEEK, interleaved_rope=True)),
+    **dict.fromkeys(
+        ("mixtral", "minimax_m2"), HFNames(_MIXTRAL, {"mlp.router.bias": "block_sparse_moe.e_score_correction_bias"})
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), HFNames(_DEEPSEEK, _CORRECTION_BIAS, interleaved_rope=True)),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _OLMO2),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA2),
     **dict.fromkeys(("cohere", "cohere2", "ernie4_5"), HFNames(interleaved_rope=True)),
@@ -114,7 +132,10 @@ TENSORS: dict[str, HFNames] = {
         },
         interleaved_rope=True,
     ),
-    "glm4_moe": HFNames({**_DEEPSEEK, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}),
+    "gpt_oss": HFNames(tensors=_GPT_OSS, experts_in_out=True, alternating_gate_up=True),
+    "glm4_moe": HFNames(
+        {**_DEEPSEEK, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}, _CORRECTION_BIAS
+    ),
     "granitemoe": HFNames(
         {
             **LLAMA_NAMES,
@@ -182,6 +203,8 @@ class HFTensor:
     name: str
     ours: tuple[str, ...]
     """one name, or several, whose rows are concatenated"""
+    dim: int = 0
+    """the dimension of rows: 1 of stacked experts"""
     transposed: bool = False
     """stored [in, out]; ours are [out, in]"""
     expert: int | None = None
@@ -198,45 +221,41 @@ class HFTensor:
         if self.expert is not None:
             return first[1:]
         joined = list(first)
-        dim = _rows_dim(len(first))
-        joined[dim] = sum(shapes[ours][dim] for ours in self.ours)
-        return tuple(joined[::-1] if self.transposed else joined)
+        joined[self.dim] = sum(shapes[ours][self.dim] for ours in self.ours)
+        if self.transposed:
+            joined[-2:] = joined[:-3:-1]
+        return tuple(joined)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The stored tensor, from our parameters in the order of `ours`."""
         if self.expert is not None:
             return parts[0][self.expert]
-        dim = _rows_dim(parts[0].dim())
+        dim = self.dim
         if self.heads:
-            split = [torch.unflatten(part, 0, (-1, rows)) for part, rows in zip(parts, self.heads, strict=True)]
-            whole = torch.cat(split, 1).flatten(0, 1)
+            split = [torch.unflatten(part, dim, (-1, rows)) for part, rows in zip(parts, self.heads, strict=True)]
+            whole = torch.cat(split, dim + 1).flatten(dim, dim + 1)
         else:
             whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
         if self.rotary is not None:
             whole = whole[self.rotary.order(len(whole)).argsort()]
         if self.offset:
             whole = whole - self.offset
-        return whole.t().contiguous() if self.transposed else whole
+        return whole.mT.contiguous() if self.transposed else whole
 
     def part(self, ours: str, stored: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
         """One of our parameters, of an expert its part of one, from the stored tensor."""
-        whole = stored.t() if self.transposed else stored
+        whole = stored.mT if self.transposed else stored
         if self.offset:
             whole = whole + self.offset
         if self.rotary is not None:
             whole = whole[self.rotary.order(len(whole))]
         if len(self.ours) == 1:
             return whole
-        index = self.ours.index(ours)
+        index, dim = self.ours.index(ours), self.dim
         if self.heads:
-            return torch.split(torch.unflatten(whole, 0, (-1, sum(self.heads))), list(self.heads), 1)[index].flatten(0, 1)
-        dim = _rows_dim(whole.dim())
+            by_head = torch.unflatten(whole, dim, (-1, sum(self.heads)))
+            return torch.split(by_head, list(self.heads), dim + 1)[index].flatten(dim, dim + 1)
         return torch.split(whole, [shapes[name][dim] for name in self.ours], dim)[index]
-
-
-def _rows_dim(dims: int) -> int:
-    """Of the outputs: stacked experts have a dimension before it."""
-    return 1 if dims == 3 else 0
 
 
 def stored(model: Model) -> Iterator[HFTensor]:
@@ -250,20 +269,26 @@ def stored(model: Model) -> Iterator[HFTensor]:
         contained: dict[str, list[str]] = {}
         for ours in shapes:
             part = ours.removeprefix(our_prefix)
-            whole_name, (module, kind) = names.get(part), part.rsplit(".", 1)
-            if whole_name is None:
+            module, kind = part.rsplit(".", 1)
+            if part in family.tensors:
+                whole_name = family.tensors[part]
+            elif part in names:  # experts' matrices, which are no modules
+                whole_name = f"{names[part]}.weight"
+            else:
                 whole_name = f"{names[module]}.{kind}"
-            elif not part.endswith(".bias"):
-                whole_name += ".weight"
             contained.setdefault(prefix + whole_name, []).append(ours)
         for theirs, parts in sorted(contained.items(), key=lambda item: "{}" in item[0]):  # experts last
             experts = range(shapes[parts[0]][0]) if "{}" in theirs else (None,)
             part = parts[0].removeprefix(our_prefix)
+            stacked, dims = part.startswith("mlp.experts."), len(shapes[parts[0]])
+            in_out = family.experts_in_out and dims == 3 if stacked else family.stored_in_out and dims == 2
+            heads = (1, 1) if stacked and family.alternating_gate_up and len(parts) == 2 else ()
             form: dict[str, Any] = {
-                "transposed": family.stored_in_out and layer is not None and len(shapes[parts[0]]) == 2,
+                "dim": 1 if stacked else 0,
+                "transposed": in_out and layer is not None,
                 "offset": family.norm_offset if part.endswith("norm.weight") else 0.0,
                 "rotary": _rotary_rows(model, part) if family.interleaved_rope else None,
-                "heads": (model.head_dim,) * 3 if family.alternating_heads and len(parts) == 3 else (),
+                "heads": (model.head_dim,) * 3 if family.alternating_heads and len(parts) == 3 else heads,
             }
             yield from (HFTensor(theirs.format(expert), tuple(parts), expert=expert, **form) for expert in experts)
 

@@ -15,16 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ultrascale.model.operators import ACTIVATIONS, at_least_fp32
+from ultrascale.model.operators import activation_of, at_least_fp32
 from ultrascale.specs.blocks import MoE
 from ultrascale.specs.model import Model
 
 ROW_ALIGNMENT_BYTES = 16  # of rows, which the grouped kernel requires
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [n, in] by weight [experts, out, in]: the first counts[0] rows by weight[0], the next counts[1] by weight[1] …"""
-    out: Tensor = _GroupedGemm.apply(x, weight, counts)  # type: ignore[no-untyped-call]
+def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, in] by weight [experts, out, in]: the first counts[0] rows by weight[0], the next counts[1] by weight[1] …
+
+    `bias` [experts, out] is added to the rows of each expert.
+    """
+    out: Tensor = _GroupedGemm.apply(x, weight, counts, bias)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -35,24 +38,36 @@ class _GroupedGemm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        return grouped_gemms(x, weight.transpose(1, 2), counts)
+        return grouped_gemms(x, weight.transpose(1, 2), counts, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()  # the kernel rejects expanded tensors
         dx = grouped_gemms(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        return dx, grouped_weight_grad(grad, x, counts), None
+        bias_grad = grouped_bias_grad(grad, counts) if ctx.needs_input_grad[3] else None
+        return dx, grouped_weight_grad(grad, x, counts), None, bias_grad
 
 
-def grouped_gemms(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Multiplies the rows of x by the matrix [in, out] of their expert."""
+def grouped_gemms(x: Tensor, matrices: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiplies the rows of x by the matrix [in, out] of their expert and adds its bias."""
     if has_grouped_kernel(x, x.shape[1], matrices.shape[2]):
-        return F.grouped_mm(x, matrices, offs=_ends(counts))
+        out = F.grouped_mm(x, matrices, offs=_ends(counts))
+        return out if bias is None else out + bias.repeat_interleave(counts, 0, output_size=len(x))
     parts = torch.split(x, counts.tolist())
+    if bias is not None:
+        return torch.cat([torch.addmm(*one) for one in zip(bias, parts, matrices, strict=True)])
     return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def grouped_bias_grad(grad: Tensor, counts: Tensor) -> Tensor:
+    """The gradient [experts, out] of biases: each expert's sum of rows."""
+    if has_grouped_kernel(grad, grad.shape[1]):
+        ones = grad.new_ones(len(grad), ROW_ALIGNMENT_BYTES // grad.itemsize)  # the narrowest matrix of the kernel
+        return grouped_weight_grad(grad, ones, counts)[..., 0]
+    return torch.stack([part.sum(0) for part in torch.split(grad, counts.tolist())])
 
 
 def grouped_weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
@@ -283,6 +298,7 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, model.hidden))
+        self.logits_bias = nn.Parameter(torch.empty(moe.experts)) if moe.logits_bias else None
         # A buffer: it affects the choice but not the weights, so it gets no gradient (DeepSeek-V3, section 2.1.2).
         self.register_buffer("bias", torch.zeros(moe.experts) if moe.router_bias else None)
         self.capacity_factor: float | None = None
@@ -296,6 +312,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> RoutingResult:
         moe = self.moe
         logits = logits_of(x, self.weight)
+        logits = logits if self.logits_bias is None else logits + self.logits_bias
         scores = logits.softmax(-1) if moe.router == "softmax" else logits.sigmoid()
         probabilities = scores if moe.router == "softmax" else scores / scores.sum(-1, keepdim=True)
         with torch.no_grad():
@@ -331,20 +348,37 @@ def _kept_counts(experts: Tensor, kept: Tensor, number: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The matrices of all experts, stacked: [experts, out, in]."""
+    """The matrices of all experts, stacked: [experts, out, in], and their biases [experts, out]."""
+
+    down: nn.Parameter
 
     def __init__(self, model: Model, moe: MoE) -> None:
         super().__init__()
         self.inner = ("gate", "up") if model.gated else ("up",)
-        for name in self.inner:
-            self.register_parameter(name, nn.Parameter(torch.empty(moe.experts, moe.expert_ffn, model.hidden)))
-        self.down = nn.Parameter(torch.empty(moe.experts, model.hidden, moe.expert_ffn))
-        self.activation = ACTIVATIONS[model.activation]
+        shapes = {**dict.fromkeys(self.inner, (moe.expert_ffn, model.hidden)), "down": (model.hidden, moe.expert_ffn)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(moe.experts, *shape)))
+            if model.mlp_bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(moe.experts, shape[0])))
+        self.has_bias = model.mlp_bias
+        self.output_bias_share = 1.0
+        """of the last bias that these experts add, where ranks have parts of each expert and their outputs are summed"""
+        self.activation = activation_of(model)
+
+    def bias(self, name: str) -> Tensor | None:
+        """What is added to the product with the matrices of that name."""
+        if not self.has_bias:
+            return None
+        bias = self.get_parameter(f"{name}_bias")
+        return bias if name != "down" or self.output_bias_share == 1 else bias * self.output_bias_share
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The outputs for rows sorted by expert; counts: number of rows of each expert."""
-        inner = self.activation(*(grouped_gemm(rows, self.get_parameter(name), counts) for name in self.inner))
-        return grouped_gemm(inner, self.down, counts)
+
+        def gemm(x: Tensor, name: str) -> Tensor:
+            return grouped_gemm(x, self.get_parameter(name), counts, self.bias(name))
+
+        return gemm(self.activation(*(gemm(rows, name) for name in self.inner)), "down")
 
 
 class MixtureOfExperts(nn.Module):

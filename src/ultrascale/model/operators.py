@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ultrascale.specs.model import Model
+
 Unary = Callable[[Tensor], Tensor]
 Derivative = Callable[[Tensor, Tensor], Tensor]
 """of the output's gradient and the input"""
@@ -80,6 +82,44 @@ def _gated(activation: Unary, derivative: Derivative) -> Callable[[Tensor, Tenso
     return unit
 
 
+SWIGLU_ALPHA = 1.702  # of gpt-oss: gate · sigmoid(1.702 · gate) approximates gelu(gate)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Saves its inputs alone, and holds no more tensors at a time than the other gates."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.limit = limit
+        low = gate.clamp(max=limit)
+        out = (SWIGLU_ALPHA * low).sigmoid_().mul_(low)
+        del low
+        return out.mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        limit = ctx.limit
+        low = gate.clamp(max=limit)
+        share = (SWIGLU_ALPHA * low).sigmoid_()
+        to_up = (low * share).mul_(grad).masked_fill_(up.abs() > limit, 0)
+        # Of low · share: share · (1 + alpha · low · (1 - share)).
+        to_gate = low.addcmul_(low, share, value=-1).mul_(SWIGLU_ALPHA).add_(1).mul_(share)
+        del share
+        to_gate.mul_(grad).mul_(up.clamp(-limit, limit).add_(1))
+        return to_gate.masked_fill_(gate > limit, 0), to_up, None
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """gate · sigmoid(1.702 · gate) · (up + 1), of gate up to `limit` and up within ± `limit` (gpt-oss)."""
+    if torch.compiler.is_compiling():
+        low = gate.clamp(max=limit)
+        return low * torch.sigmoid(SWIGLU_ALPHA * low) * (up.clamp(-limit, limit) + 1)
+    return _ClampedSwiGLU.apply(gate, up, limit)  # type: ignore[no-untyped-call, no-any-return]
+
+
 swiglu = _gated(F.silu, torch.ops.aten.silu_backward)
 geglu = _gated(gelu, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 geglu_exact = _gated(F.gelu, torch.ops.aten.gelu_backward)
@@ -94,6 +134,11 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu2": relu2,
 }
 """by the Model's name"""
+
+
+def activation_of(model: Model) -> Callable[..., Tensor]:
+    """Of the outputs of the MLP's first linear layers."""
+    return partial(clamped_swiglu, limit=model.swiglu_limit) if model.swiglu_limit else ACTIVATIONS[model.activation]
 
 
 class RMSNorm(nn.RMSNorm):

@@ -38,8 +38,8 @@ class MultiLinear(nn.Module):
 class CausalAttention(nn.Module):
     """Causal attention: q [b, s, heads, d], k [b, s, kv_heads, d] and v [b, s, kv_heads, dv] -> [b, s, heads, dv].
 
-    `bias` [b, 1, s, s] is added to the scores: 0 for pairs that attend, minus infinity for all others. A block mask in its
-    place is the complete mask, including the window.
+    `bias`, the complete mask with the window in it: [s, s] or [b, 1, s, s] that is added to the scores, 0 for pairs that attend
+    and minus infinity for all others, or a block mask. `sinks` [heads]: logits that join each softmax.
     """
 
     def __init__(self, sliding_window: int | None = None, scale: float | None = None, softcap: float | None = None) -> None:
@@ -50,28 +50,33 @@ class CausalAttention(nn.Module):
         self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """a faster kernel to use instead of torch's backends"""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         if isinstance(bias, BlockMask):
-            return flex.attend(q, k, v, bias, scale, self.softcap)
-        length = q.shape[1]
-        mask = bias
-        if self.sliding_window is not None and self.sliding_window < length:
-            near = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            near = near.tril().triu(1 - self.sliding_window)  # a token attends to itself and the window - 1 before it
-            mask = near if bias is None else bias.masked_fill(~near, -math.inf)
+            return flex.attend(q, k, v, bias, scale, self.softcap, sinks)
+        length, mask = q.shape[1], bias
+        if mask is None and self.sliding_window is not None and self.sliding_window < length:
+            mask = window_bias(length, self.sliding_window, q.dtype, q.device)
         if self.softcap is not None:
             return softcapped_attention(q, k, v, scale, self.softcap, mask)
+        if sinks is not None:
+            return causal_attention(q, k, v, scale, mask, sinks)
         if mask is None and self.kernel is not None:
             return self.kernel(q, k, v)
-        if mask is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            return causal_attention(q, k, v, scale)
+        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+            return causal_attention(q, k, v, scale, mask)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         causal: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": True}
         if mask is None and self.backends:
             with sdpa_kernel(self.backends, set_priority=True):
                 return F.scaled_dot_product_attention(q, k, v, **causal).transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, **causal).transpose(1, 2)
+
+
+def window_bias(length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[s, s]: 0 where the second token is the first or one of the window - 1 before it, else minus infinity."""
+    near = torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(near.logical_not_(), -math.inf)
 
 
 class Attention(nn.Module):
@@ -86,6 +91,7 @@ class Attention(nn.Module):
         widths = (model.head_dim, model.head_dim) if self.norms_heads else (model.q_dim, model.kv_dim)
         self.q_norm, self.k_norm = (RMSNorm(width, model.norm_eps) if model.qk_norm else None for width in widths)
         self.core = CausalAttention(model.window(layer), model.score_scale, model.attention_softcap)
+        self.sinks = nn.Parameter(torch.empty(model.heads)) if model.attention_sinks else None
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
         self.adapters: Adapters | None = None
 
@@ -100,6 +106,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        heads = (self.core(q, k, v) if bias is None else self.core(q, k, v, bias)).flatten(-2)
+        # Cores with a key-value cache or other ranks' keys take no mask.
+        masks = {name: one for name, one in (("bias", bias), ("sinks", self.sinks)) if one is not None}
+        heads = self.core(q, k, v, **masks).flatten(-2)
         out: Tensor = self.out(heads) if self.adapters is None else self.adapters.output_with(heads, self.out)
         return out

@@ -19,9 +19,9 @@ from ultrascale.model import adapters, flex
 from ultrascale.model.adapters import Adapters
 from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.moe import MixtureOfExperts, Router
-from ultrascale.model.operators import ACTIVATIONS, LayerNorm, RMSNorm, at_least_fp32
+from ultrascale.model.operators import LayerNorm, RMSNorm, activation_of, at_least_fp32
 from ultrascale.model.rotary import Rope, tables
-from ultrascale.model.self_attention import Attention, CausalAttention, Mask, MultiLinear
+from ultrascale.model.self_attention import Attention, CausalAttention, Mask, MultiLinear, window_bias
 from ultrascale.specs.engine import model_problem
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
@@ -34,7 +34,7 @@ class MLP(nn.Module):
         super().__init__()
         names = ("gate", "up") if model.gated else ("up",)
         self.inputs = MultiLinear(model.hidden, dict.fromkeys(names, width), model.mlp_bias)
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = activation_of(model)
         self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
         self.adapters: Adapters | None = None
 
@@ -200,21 +200,28 @@ class Transformer(nn.Module):
 
     def _masks(self, x: Tensor, length: int, documents: Tensor | None) -> dict[bool, tuple[Mask, ...]]:
         """The attention masks of layers without and with a window, computed once; empty if the layer's core needs none."""
-        model = self.model
+        model, found = self.model, dict[bool, tuple[Mask, ...]]()
         plain = self._has_plain_cores()
-        # In the dtype that attention needs: each block would convert a boolean mask and save its own copy.
-        dense = () if documents is None else (document_bias(documents, x.dtype),)
-        found: dict[bool, tuple[Mask, ...]] = {False: dense, True: dense}
-        if not (x.is_cuda and flex.why_not(model.head_dim, x.dtype) is None):
-            return found
+        by_flex = x.is_cuda and flex.why_not(model.head_dim, x.dtype) is None
+        special = model.attention_softcap is not None or model.attention_sinks
         for local in (False, True):
-            window = (
-                model.sliding_window if local and model.sliding_window is not None and model.sliding_window < length else None
-            )
+            window = model.sliding_window if local else None
+            window = None if window is not None and window >= length else window
             # Only CausalAttention takes a mask: the core that context parallelism replaces it with handles the window itself.
-            if documents is not None or (plain and (window is not None or model.attention_softcap is not None)):
+            if by_flex and (documents is not None or (plain and (window is not None or special))):
                 found[local] = (flex.mask(length, window, documents, x.device),)
+            else:
+                found[local] = self._dense_mask(x, length, window if plain else None, documents)
         return found
+
+    @staticmethod
+    def _dense_mask(x: Tensor, length: int, window: int | None, documents: Tensor | None) -> tuple[Mask, ...]:
+        # In the dtype that attention needs: each block would convert a boolean mask and save its own copy.
+        near = None if window is None else window_bias(length, window, x.dtype, x.device)
+        if documents is None:
+            return () if near is None else (near,)
+        visible = document_bias(documents, x.dtype)
+        return (visible if near is None else visible.add_(near),)
 
     def _has_plain_cores(self) -> bool:
         return all(isinstance(block.attention.core, CausalAttention) for block in self.each_block())
@@ -247,7 +254,7 @@ def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: t
         return adapters.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return torch.zeros(shape, device=device)
     if name == "head.linear.weight" and model.tied_embeddings:
         name = "embed.tokens.weight"  # a stage with only the head must draw the same values as the first stage

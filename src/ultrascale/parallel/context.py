@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
-from ultrascale.model.attention import Gradients, TileAttention, padded
+from ultrascale.model.attention import Gradients, TileAttention, add_sinks, padded, sinks_gradient
 from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.self_attention import Attention, CausalAttention
 from ultrascale.parallel import comm
@@ -76,20 +76,21 @@ class ContextCore(nn.Module):
         self.attend: CausalAttention | TileAttention
         self.attend = core if variant == "ulysses" else TileAttention(core.scale)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         if isinstance(self.attend, CausalAttention):
-            return _ulysses(q, k, v, self.axis, self.attend)
+            return _ulysses(q, k, v, self.axis, self.attend, sinks)
         values = padded(v, q.shape[-1])
-        out: Tensor = _TiledAttention.apply(q, k, values, self.axis, self.variant, self.attend)  # type: ignore[no-untyped-call]
+        out: Tensor = _TiledAttention.apply(q, k, values, sinks, self.axis, self.variant, self.attend)  # type: ignore[no-untyped-call]
         return out[..., : v.shape[-1]]
 
 
-def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention) -> Tensor:
+def _ulysses(q: Tensor, k: Tensor, v: Tensor, axis: Axis, core: CausalAttention, sinks: Tensor | None) -> Tensor:
     copies = max(1, axis.size // k.shape[2])
     if copies > 1:  # fewer kv heads than ranks: neighbouring ranks read the same one
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     q, k, v = (switch(x, axis, split_dim=2, concat_dim=1) for x in (q, k, v))
-    return switch(core(q, k, v), axis, split_dim=1, concat_dim=2)
+    own_sinks = None if sinks is None else sinks.chunk(axis.size)[axis.rank]  # of the heads that this rank has got
+    return switch(core(q, k, v, sinks=own_sinks), axis, split_dim=1, concat_dim=2)
 
 
 @dataclass(frozen=True)
@@ -149,23 +150,33 @@ class _SavedTensors:
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, variant: ContextParallel, attend: TileAttention
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        axis: Axis,
+        variant: ContextParallel,
+        attend: TileAttention,
     ) -> Tensor:
         gathers = variant == "allgather"
         merged = _gathered_forward(attend, q, k, v, axis) if gathers else _ring_forward(attend, q, k, v, axis, variant)
-        out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
+        out, lse = merged.out.to(q.dtype), merged.lse
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.axis, ctx.variant, ctx.attend = axis, variant, attend
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        to_sinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
         saved = _SavedTensors(ctx.attend, q, k, v, out, lse, grad_out.contiguous())
         if ctx.variant == "allgather":
-            return *_gathered_backward(saved, ctx.axis), None, None, None
-        return *_ring_backward(saved, ctx.axis, ctx.variant), None, None, None
+            return *_gathered_backward(saved, ctx.axis), to_sinks, None, None, None
+        return *_ring_backward(saved, ctx.axis, ctx.variant), to_sinks, None, None, None
 
 
 def _gathered_forward(attend: TileAttention, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> _OnlineSoftmax:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.kernels.deferred import add_gradient
-from ultrascale.model.moe import Experts, MixtureOfExperts, grouped_gemms, grouped_weight_grad
+from ultrascale.model.moe import Experts, MixtureOfExperts, grouped_bias_grad, grouped_gemms, grouped_weight_grad
 
 Sorted = tuple[Tensor, Tensor]
 """rows sorted by expert, and the number of rows of each expert"""
@@ -30,6 +30,7 @@ class ParallelExperts(Experts):
     def __init__(self, plain: Experts) -> None:
         nn.Module.__init__(self)  # not Experts': the plain module's parameters are taken over
         self.inner, self.activation = plain.inner, plain.activation
+        self.has_bias, self.output_bias_share = plain.has_bias, plain.output_bias_share
         for name, parameter in plain.named_parameters():
             self.register_parameter(name, parameter)
         self.push_deferred: PushDeferred | None = None
@@ -46,14 +47,18 @@ class ParallelExperts(Experts):
     def slice(self, slices: int) -> None:
         """Stores each matrix in slices, [experts · slices, out / slices, in], to shard experts over more ranks than experts."""
         for name, weight in list(self.named_parameters()):
-            experts, out, into = weight.shape
-            setattr(self, name, nn.Parameter(weight.data.view(experts * slices, out // slices, into)))
+            experts, out, *into = weight.shape
+            setattr(self, name, nn.Parameter(weight.data.view(experts * slices, out // slices, *into)))
         self.slices = slices
 
-    def shape(self, name: str) -> tuple[int, int, int]:
-        """The shape [experts, out, in] of the matrices, however they are stored."""
-        stored, out, into = self.get_parameter(name).shape
-        return stored // self.slices, out * self.slices, into
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape [experts, out, in] of the matrices, or [experts, out] of biases, however they are stored."""
+        stored, out, *into = self.get_parameter(name).shape
+        return stored // self.slices, out * self.slices, *into
+
+    def bias(self, name: str) -> Tensor | None:
+        bias = super().bias(name)
+        return None if bias is None else bias.view(self.shape(f"{name}_bias"))
 
     def forward(
         self,
@@ -82,7 +87,7 @@ class ParallelExperts(Experts):
         def gemm(x: Tensor, name: str) -> Tensor:
             leaf = self.get_parameter(name)
             out: Tensor = _DeferredGroupedGemm.apply(  # type: ignore[no-untyped-call]
-                x, views[name], counts, self.push_deferred, leaf, pending.get(name)
+                x, views[name], counts, self.bias(name), self.push_deferred, leaf, pending.get(name)
             )
             return out
 
@@ -96,7 +101,7 @@ class _DeferWeightGrad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shape: tuple[int, int, int], pending: PendingGrads) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, shape: tuple[int, ...], pending: PendingGrads) -> Tensor:
         ctx.stored, ctx.pending = weight.shape, pending
         ctx.set_materialize_grads(False)  # the GEMMs return no gradient; they append its operands to `pending`
         return weight.view(shape)
@@ -111,7 +116,9 @@ class _DeferWeightGrad(torch.autograd.Function):
 
 
 class _DeferredGroupedGemm(torch.autograd.Function):
-    """Like `grouped_gemm`, with a weight gradient that is queued, appended to `pending`, or computed at once."""
+    """Like `grouped_gemm`, with a weight gradient that is queued, appended to `pending`, or computed at once. That of biases is
+    never late.
+    """
 
     @staticmethod
     def forward(
@@ -119,6 +126,7 @@ class _DeferredGroupedGemm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         counts: Tensor,
+        bias: Tensor | None,
         push_deferred: PushDeferred | None,
         leaf: Tensor,
         pending: PendingGrads | None,
@@ -126,7 +134,7 @@ class _DeferredGroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, counts)
         # The leaf itself: checkpointing unpacks a copy whose .grad is lost.
         ctx.leaf, ctx.push_deferred, ctx.pending = leaf, push_deferred, pending
-        return grouped_gemms(x, weight.transpose(1, 2), counts)
+        return grouped_gemms(x, weight.transpose(1, 2), counts, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +147,8 @@ class _DeferredGroupedGemm(torch.autograd.Function):
                 dw = grouped_weight_grad(grad, x, counts)
             else:
                 ctx.pending.append((grad, x, counts))
-        return dx, dw, None, None, None, None
+        bias_grad = grouped_bias_grad(grad, counts) if ctx.needs_input_grad[3] else None
+        return dx, dw, None, bias_grad, None, None, None
 
 
 def _add_weight_gradient(grad: Tensor, x: Tensor, counts: Tensor, parameter: Tensor) -> Callable[[], None]:

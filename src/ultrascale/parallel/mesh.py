@@ -260,8 +260,8 @@ class Shard:
 
     @property
     def is_matrix(self) -> bool:
-        """Not a norm or a bias."""
-        return len(self.shape) > 1
+        """Not a norm or a bias; those of experts are stacked."""
+        return len(self.shape) > 1 and not self.name.endswith("_bias")
 
     @property
     def is_in_layer(self) -> bool:

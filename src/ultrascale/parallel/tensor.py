@@ -368,6 +368,7 @@ class TensorParallelExperts(MixtureOfExperts):
         for name in ("shared", "shared_gate"):
             if getattr(plain, name) is None:
                 setattr(self, name, None)
+        plain.experts.output_bias_share /= axis.size
         self.axis, self.sequence = axis, sequence
         self.local_forward: Callable[[torch.Tensor], torch.Tensor] = super().forward
         """replaced by expert parallelism"""
@@ -410,12 +411,15 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
         return Shard(name, shape, 0, axis.rank // kv.size * length, length, partial, kv.rank == 0)
     if path[-2] in ("router", "shared_gate"):
         return Shard(name, shape, partial=axis, is_primary=axis.rank == 0)
+    if path[-1] == "down_bias" and path[-2] == "experts":  # each rank adds its share of it
+        return Shard(name, shape, partial=axis, is_primary=axis.rank == 0)
     if path[-2] == "experts":
         dim = 2 if path[-1] == "down" else 1
         length = shape[dim] // axis.size
         return Shard(name, shape, dim, axis.rank * length, length)
     is_cut_norm = cuts_qk_norms and path[-2] == "q_norm"
-    if {"qkv", "inputs", "q_up", "kv_up"} & set(path) or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
+    cut_by_rows = {"qkv", "inputs", "q_up", "kv_up", "sinks"} & set(path)
+    if cut_by_rows or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
         length = shape[0] // axis.size
         return Shard(name, shape, 0, axis.rank * length, length)
     if path[-2:] in (["out", "weight"], ["down", "weight"]):

@@ -112,6 +112,7 @@ class MoE(FrozenSpec):
     dense_layers: CountOrZero = Field(default=0, description="The first layers that keep a dense MLP.")
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: Flag = Field(default=False, description="DeepSeek-V3's e_score_correction_bias, one per expert.")
+    logits_bias: Flag = Field(default=False, description="A learned bias of the router's logits (gpt-oss).")
     shared_gate: Flag = Field(default=False, description="Qwen2-MoE's learned gate on the shared expert.")
     renormalize: Flag = Field(default=True, description="The weights of a token's chosen experts add up to one.")
     groups: Count = Field(default=1, description="Groups of experts, of which a token may visit top_groups (DeepSeek).")

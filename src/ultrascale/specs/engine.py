@@ -41,8 +41,6 @@ def _presets() -> dict[str, EngineLimits]:
 
 def model_problem(model: Model) -> str | None:
     """Why our engine cannot train the model, with what to try; None if it can."""
-    if model.moe is not None and model.mlp_bias:
-        return f"model.mlp_bias is true ({model.name}) but the engine's experts have no biases: try false"
     if model.positions == "rotary" and model.rotated_dim % 2:
         field = "mla.qk_rope_head_dim" if model.mla else "head_dim" if model.rotary_dim is None else "rotary_dim"
         return f"model.{field} is {model.rotated_dim} but rotary positions turn pairs of numbers: try {model.rotated_dim + 1}"

@@ -118,10 +118,12 @@ class Rope:
     """of the family's class, where the config has none"""
     local_theta: float | None = None
     """of layers with a window, whose wavelengths are never scaled (Gemma 3, OLMo 3); None: layers are alike"""
+    default: Config = field(default_factory=dict)
+    """rope_parameters of the family's class, where the config has none"""
 
     def read(self, config: Config) -> Fields:
         where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # transformers reads the former first
-        rope = config.get(where) or {}
+        rope = config.get(where) or self.default
         if not isinstance(rope, Mapping):
             raise SpecError(f"config.{where} is {shown(rope)} but must be a mapping, as transformers writes it")
         local: Config = {}
@@ -170,6 +172,7 @@ class Rope:
 
     def write(self, model: Model) -> dict[str, Any]:
         scaling, share = _scaling_of(model), model.rotated_dim / model.head_dim
+        scaling = scaling or ({"rope_type": "default"} if self.default else None)
         partial = {} if self.partial is None else {self.partial_key: share}
         if self.local_theta is None:
             return {self.theta_key: model.rope_theta, "rope_scaling": scaling, **partial}
@@ -222,7 +225,8 @@ class LayerTypes:
 
     def write(self, model: Model) -> dict[str, Any]:
         words = ["full_attention" if model.window(layer) is None else "sliding_attention" for layer in range(model.layers)]
-        found = {"layer_types": words, "sliding_window": model.sliding_window}
+        # Some classes of transformers make the mask of a window that no layer has.
+        found = {"layer_types": words, "sliding_window": model.sliding_window or self.window}
         return found | ({self.switch: model.sliding_window is not None} if self.switch else {})
 
 
@@ -294,6 +298,17 @@ class ScoreScale:
     def write(self, model: Model) -> dict[str, Any]:
         scale = model.attention_scale
         return {self.key: model.head_dim if scale is None else round(scale**-2)}
+
+
+class ClampedSwiGLU:
+    """gpt-oss's gate, whatever hidden_act says."""
+
+    def read(self, config: Config) -> Fields:
+        Only("swiglu_alpha", 1.702).read(config)
+        return {"activation": "clamped_swiglu", "swiglu_limit": checked(config, "swiglu_limit", "number", 7.0)}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        return {"hidden_act": "silu", "swiglu_limit": model.swiglu_limit}
 
 
 class EmbeddingScale:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import (
     OMITTED,
+    ClampedSwiGLU,
     Config,
     ConfigPart,
     DeepSeekRouting,
@@ -65,19 +66,18 @@ def _common(
     rope: Rope | None = None,
     *,
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
-    activation: tuple[str, Kind, str] = ("hidden_act", "gated", "silu"),
+    activation: tuple[str, Kind, str] | None = ("hidden_act", "gated", "silu"),
     kv_heads: Any = OMITTED,
     head_dim: Any = OMITTED,
     tied: bool = False,
 ) -> tuple[ConfigPart, ...]:
     """Keys that all families but GPT-2 name alike, with the defaults of a family's class."""
-    key, kind, word = activation
     return (
         Key("num_hidden_layers", "layers"),
         Key("hidden_size", "hidden"),
         Key("num_attention_heads", "heads"),
         Key("vocab_size", "vocab"),
-        Key(key, "activation", kind, default=_ours(kind, word)),
+        *(() if activation is None else (_activation(*activation),)),
         Key(eps[0], "norm_eps", "number", default=eps[1]),
         rope or Rope(),
         Key("max_position_embeddings", "max_positions", default=OMITTED, nullable=False),
@@ -87,8 +87,8 @@ def _common(
     )
 
 
-def _ours(kind: Kind, word: str) -> str:
-    return str(checked({"word": word}, "word", kind))
+def _activation(key: str, kind: Kind, word: str) -> Key:
+    return Key(key, "activation", kind, default=checked({"word": word}, "word", kind))
 
 
 def _attention_bias(default: bool = False, key: str = "attention_bias") -> Key:
@@ -542,5 +542,26 @@ FAMILIES: dict[str, HFFamily] = {
         {"qk_norm": True, "qk_norm_over": "all", "moe.router": "sigmoid", "moe.router_bias": True},
     ),
 }
+FAMILIES["gpt_oss"] = HFFamily(
+    "GptOssForCausalLM",
+    "GptOssDecoderLayer",
+    (
+        *_common(
+            Rope(
+                150_000.0,
+                default={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+            ),
+            eps=("rms_norm_eps", 1e-5),
+            activation=None,
+            kv_heads=8,
+            head_dim=64,
+        ),
+        ClampedSwiGLU(),
+        *_moe("num_local_experts", "intermediate_size"),
+        _attention_bias(True),
+        _alternating(2, 128),
+    ),
+    {"attention_sinks": True, "mlp_bias": True, "moe.logits_bias": True},
+)
 # DeepSeek-V3's classes and tensors under another name.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]

@@ -21,6 +21,7 @@ from ultrascale.specs.hub import HubRepo, is_hub
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
 AttentionKind = Literal["full", "local"]
+Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"]
 
 
 class Model(FrozenSpec):
@@ -37,10 +38,14 @@ class Model(FrozenSpec):
     head_dim: Count = Field(default_factory=lambda known: _default_head_dim(known), examples=[128])
     ffn: CountOrZero = Field(default=0, description="Dense MLP width; 0 when every layer is MoE.", examples=[14336])
     vocab: Count = Field(examples=[128256])
-    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "relu", "relu2"] = Field(
+    activation: Activation = Field(
         default="swiglu",
         description="gelu and the gate of geglu are the tanh approximation (gelu_new), as in GPT-2; "
-        "gelu_exact and geglu_exact compute x·Φ(x) by erf (Hugging Face's gelu); relu2 is relu(x)².",
+        "gelu_exact and geglu_exact compute x·Φ(x) by erf (Hugging Face's gelu); relu2 is relu(x)²; "
+        "clamped_swiglu is gpt-oss's gate · sigmoid(1.702 · gate) · (up + 1), of clamped gate and up.",
+    )
+    swiglu_limit: Factor | None = Field(
+        default=None, description="clamped_swiglu: gate is at most this, up at most this in magnitude.", examples=[7.0]
     )
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_bias: Flag = Field(default=True, description="Biases of layernorm; Cohere's have none.")
@@ -85,6 +90,9 @@ class Model(FrozenSpec):
         default=None, description="Scores become cap · tanh(score / cap).", examples=[50.0]
     )
     logits_softcap: Factor | None = Field(default=None, description="The same of logits.", examples=[30.0])
+    attention_sinks: Flag = Field(
+        default=False, description="A learned logit for each head, which joins the denominator of its softmax (gpt-oss)."
+    )
     sliding_window: Count | None = Field(default=None, examples=[4096])
     attention_pattern: tuple[AttentionKind, ...] = Field(
         default=(),
@@ -156,7 +164,7 @@ class Model(FrozenSpec):
     @property
     def gated(self) -> bool:
         """Gated MLPs have three matrices (gate, up, down), plain ones two."""
-        return self.activation in ("swiglu", "geglu", "geglu_exact")
+        return self.activation in ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer's attention; None: full."""
@@ -238,7 +246,9 @@ class Model(FrozenSpec):
         dense, moe = (
             weights.elements(one for one in weights.layer_weights(self, moe) if one.is_hidden_matrix) for moe in (False, True)
         )
-        moe += self.moe.experts * self.expert_parameters if self.moe else 0
+        if self.moe is not None:
+            expert = weights.mlp(self, self.moe.expert_ffn)
+            moe += self.moe.experts * weights.elements(one for one in expert if one.is_hidden_matrix)
         return self.dense_layers * dense + self.moe_layers * moe
 
     @property
@@ -273,8 +283,9 @@ def _problems(model: Model) -> Iterator[str]:
                 f"model.head_dim is {model.head_dim} but with mla it is qk_nope_head_dim + qk_rope_head_dim: "
                 f"try {model.qk_head_dim}, or leave it out"
             )
-        if model.qk_norm:
-            yield "model.qk_norm is true but mla has no such parameters: try false"
+        for name in ("qk_norm", "attention_sinks"):
+            if getattr(model, name):
+                yield f"model.{name} is true but mla has no such parameters: try false"
         if model.rotary_dim is not None:
             yield f"model.rotary_dim is {model.rotary_dim} but with mla qk_rope_head_dim is rotated: leave it out"
     elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
@@ -292,6 +303,11 @@ def _problems(model: Model) -> Iterator[str]:
         )
     if model.local_rope_theta is not None and model.sliding_window is None:
         yield f"model.local_rope_theta is {model.local_rope_theta:g} but no layer has a sliding window: leave it out"
+    if model.attention_sinks and model.attention_softcap is not None:
+        yield f"model.attention_softcap is {model.attention_softcap:g} but attention_sinks is true: leave one of them out"
+    if (model.swiglu_limit is not None) != (model.activation == "clamped_swiglu"):
+        given = "is missing" if model.swiglu_limit is None else f"is {model.swiglu_limit:g}"
+        yield f"model.swiglu_limit {given} but activation is {model.activation}: try clamped_swiglu and 7.0, or neither"
     if not model.norm_bias and model.norm == "rmsnorm":
         yield "model.norm_bias is false but rmsnorm never has biases: leave it out"
     if not model.qk_norm and model.qk_norm_over != "head":

@@ -59,6 +59,8 @@ def attention(model: Model) -> list[WeightShape]:
     weights = [WeightShape(rows, h, cut) for rows, cut in (q, kv, kv)] + [WeightShape(h, model.q_dim, "width")]
     if model.qkv_bias:
         weights += [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv, kv)]
+    if model.attention_sinks:
+        weights.append(WeightShape(model.heads, 1, "rows", matmul=False))
     if model.qk_norm and model.qk_norm_over == "all":
         return weights + [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv)] + bias
     return weights + [WeightShape(model.head_dim, matmul=False, partial=True)] * (2 * model.qk_norm) + bias
@@ -99,6 +101,7 @@ def router(model: Model) -> list[WeightShape]:
     if moe is None:
         return []
     weights = [WeightShape(moe.experts, model.hidden, matmul=False, partial=True)]
+    weights += [WeightShape(moe.experts, matmul=False, partial=True)] * moe.logits_bias
     return weights + [WeightShape(1, model.hidden, matmul=False, partial=True)] * moe.shared_gate
 
 

@@ -122,6 +122,8 @@ def fused_blocks_problem(job: Job) -> str | None:
         return f"{model.name} does not rotate all layers and heads alike"
     if model.attention_scale is not None or model.attention_softcap is not None:
         return f"attention scores of {model.name} are scaled or capped"
+    if model.attention_sinks:
+        return f"attention of {model.name} has sinks"
     if model.qkv_bias or model.attention_output_bias or model.mlp_bias or model.qk_norm:
         return f"{model.name} has biases, or norms of queries and keys"
     if model.sliding_window is not None and model.sliding_window < seq:
@@ -205,7 +207,15 @@ def _experts(model: Model, columns: LayoutColumns, shards: Array) -> Array:
     elements = np.asarray(each * moe.experts / columns.ep)
     shards, slices = expert_slices(model, columns, shards)
     padding = -(moe.experts // columns.ep * slices) % shards
-    return np.asarray(elements + padding * ((2 + model.gated) * model.hidden * (moe.expert_ffn // cut) / slices))
+    return np.asarray(elements + padding * each / slices)
+
+
+def _expert_matrices(model: Model, columns: LayoutColumns) -> Array:
+    """Share of an expert's elements on a rank that are no biases."""
+    if model.moe is None:
+        return np.ones(len(columns))
+    own = [(one, one.elements / np.where(one.cut == "none", 1, columns.expert_cut)) for one in mlp(model, model.moe.expert_ffn)]
+    return np.asarray(sum(size for one, size in own if one.is_hidden_matrix) / sum(size for _, size in own))
 
 
 def expert_slices(model: Model, columns: LayoutColumns, shards: Array) -> tuple[Array, Array]:
@@ -293,8 +303,23 @@ def partial_on_tp(
     return np.asarray(found + ends + share.head * on_tp_rank([norm(model)], model, columns, shards))
 
 
+def partial_experts_on_tp(model: Model, columns: LayoutColumns, share: RankShare, shards: Array) -> Array:
+    """The same of routed experts: the biases of their outputs, of which each tp rank adds its share."""
+    if model.moe is None or not model.mlp_bias:
+        return np.zeros(len(columns))
+    shards, slices = expert_slices(model, columns, shards)
+    rows = model.moe.experts // columns.ep * slices
+    return np.asarray(share.moe_layers * (rows + -rows % shards) * model.hidden / slices)
+
+
+def never_deferred_experts(model: Model, columns: LayoutColumns, share: RankShare, shards: Array) -> Array:
+    """Elements of routed experts on a rank whose gradients no split backward defers: biases."""
+    each = per_layer(model, columns, shards).experts
+    return np.asarray(share.moe_layers * each * (1 - _expert_matrices(model, columns)))
+
+
 def never_deferred(model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1) -> Array:
-    """Elements on a rank whose gradients no split backward defers: norms, biases, routers, embedding and head."""
+    """The same of all others: norms, biases, routers, embedding and head."""
     found = _of_layers(model, columns, share, shards, lambda weight: not weight.matmul)
     return np.asarray(found + share.moe_layers * router_bias(model) + on_rank(model, columns, share, shards).ends)
 
@@ -341,7 +366,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
     optimizer = sharded(spec.state_bytes, zero >= 1)
     if spec.matrices is not None:
         cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, expert_shards, 1)
-        matrices = params.matrices / cut + params.experts / expert_cut
+        matrices = params.matrices / cut + _expert_matrices(job.model, columns) * params.experts / expert_cut
         optimizer = optimizer + (spec.matrices.state_bytes - spec.state_bytes) * matrices
     keeps = columns.keep_gathered == 1
     compute, optimizer_sharded = compute_bytes(job), zero >= 1
