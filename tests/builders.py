@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.cost.estimate import estimate
+from ultrascale.data.sets import ANSWERS, FACTS, TOKENS, TokenizedInputs, TokenSetMetadata
 from ultrascale.data.token_files import END, Header, smallest_type
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
@@ -75,3 +77,26 @@ def write_tokens(path: Path, tokens: npt.ArrayLike, ends: npt.ArrayLike, vocab: 
     token_array, end_array = np.asarray(tokens).astype(smallest_type(vocab)), np.asarray(ends).astype(END)
     header = Header(smallest_type(vocab), len(token_array), len(end_array), vocab)
     path.write_bytes(header.pack() + token_array.tobytes() + bytes(header.padding) + end_array.tobytes())
+
+
+def write_conversations(folder: Path, documents: Sequence[npt.ArrayLike], masks: Sequence[npt.ArrayLike], vocab: int) -> Path:
+    """A set of `ultrascale data chat`: conversations of tokens, and for each token whether it is of an answer."""
+    folder.mkdir()
+    ends = np.cumsum([np.asarray(one).size for one in documents])
+    counted = [np.concatenate(([0], np.asarray(mask, dtype=np.uint8)[1:])) for mask in masks]  # nothing predicts the first
+    answers = np.concatenate(counted).astype(np.uint8)
+    write_tokens(folder / TOKENS, np.concatenate([np.asarray(one) for one in documents]), ends, vocab)
+    (folder / ANSWERS).write_bytes(answers.tobytes())
+    inputs = TokenizedInputs(path="chats.jsonl", files=1, bytes=1, field="messages")
+    facts = TokenSetMetadata(
+        tokenizer="tokenizer.json",
+        vocab=vocab,
+        eod=0,
+        tokens=int(ends[-1]),
+        documents=len(ends),
+        dtype="uint16",
+        answers=int(answers.sum()),
+        inputs=inputs,
+    )
+    (folder / FACTS).write_text(json.dumps(facts.model_dump()))
+    return folder

@@ -32,7 +32,7 @@ def name(page: Path) -> str:
 def test_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(
-        r'^```python title="(.*?)"\n(.*?)^```', page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        r'^```\w+ title="(.*?)"\n(.*?)^```', page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     ):
         (tmp_path / name).write_text(text)
     for command in commands(page):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from builders import write_tokens
+from builders import write_conversations, write_tokens
 from ultrascale.data import digest
 from ultrascale.data.digest import data_digest
 from ultrascale.specs.training import Training
@@ -43,6 +43,17 @@ def test_document_ends_change_the_digest_only_under_a_document_mask(file: Path, 
     write_tokens(tmp_path / "b.bin", TEXT, np.array([11, 5_000, TOKENS]), VOCAB)
     assert of(tmp_path / "b.bin") == of(file)
     assert of(tmp_path / "b.bin", mask=True) != of(file, mask=True)
+
+
+def test_answers_and_ends_of_conversations_change_the_digest(tmp_path: Path) -> None:
+    documents = np.split(TEXT[:100], [30, 60])
+    masks = [np.arange(len(one)) > 5 for one in documents]
+    first = write_conversations(tmp_path / "a", documents, masks, VOCAB)
+    same = write_conversations(tmp_path / "b", documents, masks, VOCAB)
+    other = write_conversations(tmp_path / "c", documents, [masks[0], masks[1], np.arange(40) > 6], VOCAB)
+    cut = write_conversations(tmp_path / "d", np.split(TEXT[:100], [30, 61]), np.split(np.concatenate(masks), [30, 61]), VOCAB)
+    assert of(first) == of(same)
+    assert len({of(one) for one in (first, other, cut)}) == 3
 
 
 def test_paths_seeds_and_weight_scale_do_not_change_the_digest(file: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import tokenizers
 from text_builders import json_lines, parquet, tokenizer, words
 
 from ultrascale.data import sources
-from ultrascale.data.sources import PIECE, InputPart, pieces
+from ultrascale.data.sources import PIECE, InputPart, TextField, pieces
 from ultrascale.data.tokenizer import load
 
 TEXTS = words(60)
@@ -19,7 +19,7 @@ TEXTS = words(60)
 
 def cut(path: Path, field: str, length: int) -> list[InputPart]:
     files = sources.find(str(path))
-    return sources.cut(files, sources.digests(files), field, length)
+    return sources.cut(files, sources.digests(files), TextField(field), length)
 
 
 def documents(path: Path, length: int, field: str = "text") -> list[str]:
@@ -27,7 +27,7 @@ def documents(path: Path, length: int, field: str = "text") -> list[str]:
     found, open_text = list[str](), ""
     for part in cut(path, field, length):
         places = []
-        for piece in sources.read(part, field):
+        for piece in sources.read(part, TextField(field)):
             open_text += piece.text
             places.append(piece.place)
             if piece.last:

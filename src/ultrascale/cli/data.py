@@ -60,17 +60,64 @@ def tokenize(
     """
     from ultrascale.data.tokenize import tokenize as work
 
-    line = _Line()
-    try:
+    with _Line() as line:
         facts = work(source, out, tokenizer, workers, field, eod, line.show)
-    finally:
-        line.close()
     if as_json:
         print_json({"path": str(out), **facts.model_dump()})
     else:
         echo(
             f"{out}: {facts.tokens:,} tokens ({facts.dtype}) in {facts.documents:,} documents, vocabulary {facts.vocab:,} "
             f"({facts.tokenizer}). Train on it with train.data={out}"
+        )
+
+
+@app.command()
+def chat(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A [cyan].jsonl[/], [cyan].jsonl.gz[/] or [cyan].parquet[/] file of conversations (one per line or row), a "
+            "folder of them, or [cyan]hf://datasets/ORG/NAME[/].",
+            metavar="INPUT",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the set; it must be new or empty.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            help="The folder of a Hugging Face tokenizer or model, its [cyan]tokenizer.json[/], or [cyan]hf://ORG/NAME[/]. "
+            "Default: bytes, with a plain template.",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option("--template", help="A chat template (Jinja), if not the tokenizer's own.", metavar="FILE"),
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Processes; the output does not depend on their number.")] = 2,
+    eod: Annotated[
+        str | None,
+        typer.Option("--eod", help="The token for padding, if the tokenizer names no end of a document.", metavar="TOKEN"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokenize conversations through a chat template, to train on the assistant's answers alone. A repeated command resumes.
+
+    [dim]ultrascale data chat chats.jsonl -o data/chats --tokenizer ./llama[/]
+    [dim]ultrascale train --weights runs/llama job.adapter_rank=16 train.data=data/chats[/]
+    """
+    from ultrascale.data.tokenize import tokenize_chats
+
+    with _Line() as line:
+        facts = tokenize_chats(source, out, tokenizer, workers, template, eod, line.show)
+    if as_json:
+        print_json({"path": str(out), **facts.model_dump()})
+    else:
+        echo(
+            f"{out}: {facts.documents:,} conversations, {facts.tokens:,} tokens ({facts.dtype}), {facts.answers or 0:,} of "
+            f"them in answers, vocabulary {facts.vocab:,} ({facts.tokenizer}). Train on it with train.data={out}"
         )
 
 
@@ -108,10 +155,12 @@ def _rows(found: TokenSetSummary) -> list[tuple[str, str]]:
         ("mean document", f"{found.mean_document:,.1f} tokens"),
         ("vocabulary", vocab),
     ]
+    if found.facts is not None and found.facts.answers is not None:
+        rows.append(("answers", f"{found.facts.answers:,} tokens, {found.facts.answers / found.tokens:.1%}"))
     if found.facts is not None:
-        inputs = found.facts.inputs
+        inputs, end = found.facts.inputs, "documents end with" if found.facts.answers is None else "padding"
         rows += [
-            ("tokenizer", f"{found.facts.tokenizer}, documents end with {found.facts.eod}"),
+            ("tokenizer", f"{found.facts.tokenizer}, {end} {found.facts.eod}"),
             ("made from", f"{inputs.path}: {inputs.files:,} files, {inputs.bytes:,} bytes"),
         ]
     return rows
@@ -133,7 +182,10 @@ class _Line:
         sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
         sys.stderr.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.terminal and self.shown_at:
             sys.stderr.write("\n")
 

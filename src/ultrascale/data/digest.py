@@ -1,4 +1,4 @@
-"""A digest of all training data: every token, document ends under a document mask, tokenizer, mixture weights.
+"""A digest of all training data: every token, document ends under a document mask, answers, tokenizer, mixture weights.
 
 The tokens on the disk are hashed, independent of any stored metadata, with BLAKE2b in pieces of 64 MiB, at about 1 GB/s per
 thread. A set of 256 MiB or more is hashed once per run; later resumes read it from `data_digests.json` in the run's folder as
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.data import corpora
-from ultrascale.data.corpora import ByteCorpus, Corpus, StoredCorpus, TokenFileCorpus
-from ultrascale.data.sets import TOKENS, TokenSet
+from ultrascale.data.corpora import ByteCorpus, ConversationCorpus, Corpus, StoredCorpus, TokenFileCorpus
+from ultrascale.data.sets import ANSWERS, TOKENS, TokenSet
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import write_text
 from ultrascale.specs.training import Training
@@ -38,10 +38,11 @@ Report = Callable[[int, int], None]
 def data_digest(training: Training, vocab: int, run: Path | None = None, threads: int = 1, report: Report | None = None) -> str:
     """The digest of a run's training data. `run`: the folder with the digests that this run has cached."""
     parts = corpora.corpus(training, vocab).parts
+    with_ends = bool(training.document_mask)
     whole = sum((weight for _, weight in parts), Fraction(0))
-    hashing = _Hashing(run, threads, report, sum(_bytes(text, training.document_mask) for text, _ in parts))
+    hashing = _Hashing(run, threads, report, sum(_bytes(text, with_ends) for text, _ in parts))
     lines = [
-        f"{weight / whole} {hashing.text(text, training.document_mask)}"  # 0.7 and 0.3 are the same mixture as 7 and 3
+        f"{weight / whole} {hashing.text(text, with_ends)}"  # 0.7 and 0.3 are the same mixture as 7 and 3
         for text, weight in parts
     ]
     return blake2b("\n".join([f"vocab {vocab}", *lines]).encode(), digest_size=16).hexdigest()
@@ -69,8 +70,10 @@ class _Hashing:
     def _set(self, tokens: TokenSet, with_ends: bool) -> str:
         tokenizer = tokens.facts.tokenizer_sha256 if tokens.facts is not None else None
         words = [f"tokens {tokens.tokens.dtype.str} {self._array(tokens.tokens)}", f"tokenizer {tokenizer}"]
-        if with_ends:
+        if with_ends or tokens.answers is not None:  # conversations are packed by their ends
             words.append(f"ends {self._array(tokens.ends)}")
+        if tokens.answers is not None:
+            words.append(f"answers {self._array(tokens.answers)}")
         return " ".join(words)
 
     def _array(self, array: npt.NDArray[Any]) -> str:
@@ -93,14 +96,18 @@ def _piece_digest(piece: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _bytes(text: Corpus, with_ends: bool) -> int:
+    if not isinstance(text, StoredCorpus):
+        return 0
+    if isinstance(text, ConversationCorpus):
+        return text.tokens.nbytes + text.ends.nbytes + text.answers.nbytes
     ends = text.ends.nbytes if with_ends and isinstance(text, TokenFileCorpus) else 0
-    return text.tokens.nbytes + ends if isinstance(text, StoredCorpus) else 0
+    return text.tokens.nbytes + ends
 
 
 def _identity(tokens: TokenSet, with_ends: bool) -> str | None:
     """A key that changes when a set's files are replaced or modified; None if they cannot be stat'ed."""
     if tokens.path.is_dir():
-        files = [tokens.path / TOKENS]
+        files = [tokens.path / TOKENS, *([] if tokens.answers is None else [tokens.path / ANSWERS])]
     elif tokens.kind == "megatron":
         prefix = str(tokens.path).removesuffix(".bin")
         files = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from pydantic import Field
 
 from ultrascale.data import token_files
-from ultrascale.data.token_files import cannot_read, start_of
+from ultrascale.data.token_files import cannot_read, mapped, size_of, start_of
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping
 from ultrascale.specs.validate import FrozenSpec, build
 
-FACTS, TOKENS = "data.json", "tokens.bin"
+FACTS, TOKENS, ANSWERS = "data.json", "tokens.bin", "answers.bin"
 Kind = Literal["ultrascale", "megatron", "flat"]
 
 
@@ -41,6 +41,8 @@ class TokenSetMetadata(FrozenSpec):
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
     dtype: Literal["uint16", "uint32"]
+    answers: int | None = Field(default=None, ge=1, description="tokens of the assistant's messages; None: no conversations")
+    template_sha256: str | None = Field(default=None, description="of the chat template")
     inputs: TokenizedInputs
 
 
@@ -55,6 +57,8 @@ class TokenSet:
     vocab: int | None
     """all tokens are smaller; None if unknown"""
     facts: TokenSetMetadata | None = None
+    answers: npt.NDArray[np.uint8] | None = None
+    """of conversations: 1 for each token of an answer, 0 for the others"""
 
 
 def open_set(name: str | os.PathLike[str]) -> TokenSet:
@@ -93,7 +97,16 @@ def _folder(path: Path) -> TokenSet:
             f"{path / FACTS} tells of {stated[0]:,} tokens in {stated[1]:,} documents and a vocabulary of {stated[2]:,}, but "
             f"{TOKENS} holds {found[0]:,}, {found[1]:,} and {found[2]:,}: use the two files that were written together"
         )
-    return TokenSet(path, "ultrascale", tokens, ends, facts.vocab, facts)
+    return TokenSet(path, "ultrascale", tokens, ends, facts.vocab, facts, _answers(path, facts))
+
+
+def _answers(path: Path, facts: TokenSetMetadata) -> npt.NDArray[np.uint8] | None:
+    if facts.answers is None:
+        return None
+    file = path / ANSWERS
+    if (size := size_of(file)) != facts.tokens:
+        raise SpecError(f"{file} has {size:,} bytes but must have one for each of {facts.tokens:,} tokens: tokenize it anew")
+    return mapped(file, np.dtype(np.uint8), 0, size)
 
 
 def _file(path: Path) -> TokenSet:

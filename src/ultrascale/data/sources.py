@@ -12,12 +12,12 @@ import json
 import os
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from ultrascale.data.corpora import STDLIB, library_sources
 from ultrascale.data.token_files import cannot_read, size_of
@@ -25,6 +25,9 @@ from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import open_regular
 from ultrascale.specs.units import groups_up_to
 from ultrascale.specs.validate import kind_of, shown
+
+Spans = tuple[tuple[int, int], ...]
+"""from the first character to behind the last"""
 
 PIECE = 2**20  # maximum bytes (or characters) of one text given to the tokenizer
 
@@ -61,6 +64,8 @@ class DocumentChunk:
     text: str
     last: bool
     place: int
+    answers: Spans = ()
+    """of a conversation: the characters that the assistant wrote"""
 
 
 def checked(text: Any, field: str) -> str:
@@ -82,13 +87,61 @@ def pieces(text: str, place: int) -> Iterator[DocumentChunk]:
 
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+
+
+class RecordFormat(Protocol):
+    """What a record, a line of JSON or a row of parquet, holds."""
+
+    name: str
+    """of the field, in data.json"""
+    suffixes: tuple[str, ...]
+    """of the files that are read"""
+
+    def columns(self, path: Path, schema: Any) -> list[str]:
+        """The columns to read of a parquet file with this schema; SpecError if it has none."""
+        ...
+
+    def chunks(self, record: Mapping[str, Any], place: int) -> Iterator[DocumentChunk]:
+        """The document of a record; SpecError, without file and line, if it has none."""
+        ...
+
+
+class TextField:
+    """Records with a text in one field."""
+
+    suffixes: tuple[str, ...] = SUFFIXES
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def columns(self, path: Path, schema: Any) -> list[str]:
+        import pyarrow  # type: ignore[import-untyped]
+
+        if self.name not in schema.names:
+            raise SpecError(
+                f"{path} has no column {shown(self.name)} (it has: {', '.join(schema.names[:8])}): name the text's with --field"
+            )
+        kind = schema.field(self.name).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise SpecError(
+                f"{path} holds {kind} in its column {shown(self.name)} but must hold text: name another with --field"
+            )
+        return [self.name]
+
+    def chunks(self, record: Mapping[str, Any], place: int) -> Iterator[DocumentChunk]:
+        if self.name not in record:
+            others = ", ".join(map(str, list(record)[:8])) or "none"
+            raise SpecError(f"has no field {shown(self.name)} (it has: {others}): name the text's field with --field")
+        yield from pieces(checked(record[self.name], self.name), place)
+
+
 PART = 2**23  # bytes of a part
 LONGEST_LINE = 2**28  # bytes of a line of JSON; a file with longer lines is hardly JSONL
 _HASHED = 2**20  # bytes of a file that are hashed at a time
 _LOOK_AHEAD = 2**16  # bytes within which a line end is searched
 
 
-def find(source: str) -> list[Path]:
+def find(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """The files in a folder and its subfolders, sorted, without hidden ones; or a single file; or the standard library."""
     if source == STDLIB and not os.path.exists(source):
         return library_sources()
@@ -96,24 +149,24 @@ def find(source: str) -> list[Path]:
     try:
         if not root.is_dir():
             root.stat()
-            if not root.name.endswith(SUFFIXES):
-                raise SpecError(f"{root} is none of {', '.join(SUFFIXES)}: name such a file, or a folder of them")
+            if not root.name.endswith(suffixes):
+                raise SpecError(f"{root} is none of {', '.join(suffixes)}: name such a file, or a folder of them")
             return [root]
-        found = sorted(_below(root), key=lambda path: path.relative_to(root).parts)
+        found = sorted(_below(root, suffixes), key=lambda path: path.relative_to(root).parts)
     except (OSError, ValueError) as error:
         raise error if isinstance(error, SpecError) else cannot_read(root, error) from None
     if not found:
-        raise SpecError(f"{root} holds no file that ends in {', '.join(SUFFIXES)}: name a folder of texts")
+        raise SpecError(f"{root} holds no file that ends in {', '.join(suffixes)}: name a folder of texts")
     return found
 
 
-def _below(root: Path) -> Iterator[Path]:
+def _below(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
     for folder, below, files in os.walk(root, onerror=refuse):
         below[:] = [name for name in below if not name.startswith(".")]
-        yield from (Path(folder) / name for name in files if name.endswith(SUFFIXES) and not name.startswith("."))
+        yield from (Path(folder) / name for name in files if name.endswith(suffixes) and not name.startswith("."))
 
 
 def digests(files: list[Path], threads: int = 1) -> list[str]:
@@ -136,16 +189,16 @@ def _digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def cut(files: list[Path], contents: list[str], field: str, length: int = PART) -> list[InputPart]:
+def cut(files: list[Path], contents: list[str], form: RecordFormat, length: int = PART) -> list[InputPart]:
     """Splits all files into parts, in order: long files into many, several short ones in one. `contents`: file digests."""
-    spans = (span for file, digest in zip(files, contents, strict=True) for span in _spans(file, digest, field, length))
+    spans = (span for file, digest in zip(files, contents, strict=True) for span in _spans(file, digest, form, length))
     return [InputPart(tuple(part)) for part in groups_up_to(length, spans, lambda span: span.cost)]
 
 
-def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSpan]:
+def _spans(path: Path, digest: str, form: RecordFormat, length: int) -> Iterator[InputSpan]:
     size = size_of(path)
     if path.name.endswith(".parquet"):
-        yield from _parquet_spans(path, field, size, digest, length)
+        yield from _parquet_spans(path, form, size, digest, length)
     elif path.name.endswith(".gz"):
         yield InputSpan(str(path), size, digest, 0, size, size)
     else:
@@ -154,26 +207,26 @@ def _spans(path: Path, digest: str, field: str, length: int) -> Iterator[InputSp
             yield InputSpan(str(path), size, digest, start, stop, stop - start)
 
 
-def read(part: InputPart, field: str) -> Iterator[DocumentChunk]:
+def read(part: InputPart, form: RecordFormat) -> Iterator[DocumentChunk]:
     """The documents of a part, in chunks; SpecError with file and line for an unreadable document."""
     before = 0
     for span in part.spans:
-        for piece in _read(span, field):
+        for piece in _read(span, form):
             yield replace(piece, place=before + min(piece.place, span.cost))  # a line may end after its span
         before += span.cost
 
 
-def _read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
+def _read(span: InputSpan, form: RecordFormat) -> Iterator[DocumentChunk]:
     name = span.file
     try:
         if name.endswith(".parquet"):
-            yield from _read_parquet(span, field)
+            yield from _read_parquet(span, form)
         elif name.endswith(".gz"):
             with open(name, "rb") as packed, gzip.open(packed, "rb") as file:
                 for number, line in enumerate(iter(partial(_line, file, name), b""), 1):
-                    yield from _document(line, field, f"{name}, line {number}".__str__, min(packed.tell(), span.size))
+                    yield from _document(line, form, f"{name}, line {number}".__str__, min(packed.tell(), span.size))
         elif name.endswith(".jsonl"):
-            yield from _json_lines(span, field)
+            yield from _json_lines(span, form)
         else:
             yield from _text(span)
     except (OSError, EOFError, zlib.error) as error:
@@ -181,7 +234,7 @@ def _read(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
         raise SpecError(f"{name} cannot be read ({reason}): repair it or take it out") from None
 
 
-def _json_lines(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
+def _json_lines(span: InputSpan, form: RecordFormat) -> Iterator[DocumentChunk]:
     """The lines that begin in the span; the last may end after it."""
     with open(span.file, "rb") as file:
         place = 0
@@ -191,7 +244,7 @@ def _json_lines(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
         while place < span.stop:
             line = _line(file, span.file)
             begun, place = place, place + len(line)
-            yield from _document(line, field, partial(_line_of, span.file, begun), place - span.start)
+            yield from _document(line, form, partial(_line_of, span.file, begun), place - span.start)
 
 
 def _line(file: IO[bytes] | gzip.GzipFile, name: str) -> bytes:
@@ -211,17 +264,16 @@ def _line_of(name: str, place: int) -> str:
     return f"{name}, line {number}"
 
 
-def _document(line: bytes, field: str, where: Callable[[], str], place: int) -> Iterator[DocumentChunk]:
+def _document(line: bytes, form: RecordFormat, where: Callable[[], str], place: int) -> Iterator[DocumentChunk]:
     if not line.strip():
         return
     try:
-        text = _field(line, field)
+        yield from form.chunks(_record(line, form), place)
     except SpecError as error:
         raise SpecError(f"{where()} {error}") from None
-    yield from pieces(text, place)
 
 
-def _field(line: bytes, field: str) -> str:
+def _record(line: bytes, form: RecordFormat) -> Mapping[str, Any]:
     try:
         record = json.loads(line.removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError:
@@ -231,11 +283,8 @@ def _field(line: bytes, field: str) -> str:
     except (RecursionError, ValueError):
         raise SpecError("is no record of fields and values: repair it or take it out") from None
     if not isinstance(record, dict):
-        raise SpecError(f"is {kind_of(record)} but must be a mapping of fields to values, such as {{{field!r}: …}}")
-    if field not in record:
-        others = ", ".join(map(str, list(record)[:8])) or "none"
-        raise SpecError(f"has no field {shown(field)} (it has: {others}): name the text's field with --field")
-    return checked(record[field], field)
+        raise SpecError(f"is {kind_of(record)} but must be a mapping of fields to values, such as {{{form.name!r}: …}}")
+    return record
 
 
 def _text(span: InputSpan) -> Iterator[DocumentChunk]:
@@ -274,8 +323,8 @@ def _line_end(file: IO[bytes], mark: int, size: int) -> int:
 _ROWS = 64  # rows converted to Python strings at a time
 
 
-def _parquet_spans(path: Path, field: str, size: int, digest: str, length: int) -> Iterator[InputSpan]:
-    groups = _opened(path, field).metadata
+def _parquet_spans(path: Path, form: RecordFormat, size: int, digest: str, length: int) -> Iterator[InputSpan]:
+    groups = _opened(path, form)[0].metadata
     start = group_bytes = 0
     for group in range(groups.num_row_groups):
         group_bytes += groups.row_group(group).total_byte_size
@@ -285,32 +334,33 @@ def _parquet_spans(path: Path, field: str, size: int, digest: str, length: int) 
             start, group_bytes = group + 1, 0
 
 
-def _read_parquet(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
-    import pyarrow  # type: ignore[import-untyped]
+def _read_parquet(span: InputSpan, form: RecordFormat) -> Iterator[DocumentChunk]:
+    import pyarrow
 
     try:
-        yield from _rows(span, field)
+        yield from _rows(span, form)
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0][:100]
         raise SpecError(f"{span.file} cannot be read ({reason}): repair it or take it out") from None
 
 
-def _rows(span: InputSpan, field: str) -> Iterator[DocumentChunk]:
-    file = _opened(Path(span.file), field)
+def _rows(span: InputSpan, form: RecordFormat) -> Iterator[DocumentChunk]:
+    file, columns = _opened(Path(span.file), form)
     counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
     before, total, done = sum(counts[: span.start]), sum(counts[span.start : span.stop]), 0
-    for batch in file.iter_batches(_ROWS, row_groups=list(range(span.start, span.stop)), columns=[field], use_threads=False):
-        for value in batch.column(0):
+    for batch in file.iter_batches(_ROWS, row_groups=list(range(span.start, span.stop)), columns=columns, use_threads=False):
+        for row in range(batch.num_rows):
             done += 1
             try:
-                text = checked(value.as_py(), field)
+                record = {name: batch.column(name)[row].as_py() for name in columns}
+                yield from form.chunks(record, span.cost * done // total)
             except (SpecError, UnicodeDecodeError) as error:
                 problem = "is not UTF-8: repair it or take it out" if isinstance(error, UnicodeDecodeError) else error
                 raise SpecError(f"{span.file}, row {before + done} {problem}") from None
-            yield from pieces(text, span.cost * done // total)
 
 
-def _opened(path: Path, field: str) -> Any:
+def _opened(path: Path, form: RecordFormat) -> tuple[Any, list[str]]:
+    """A parquet file, and its columns that are read."""
     try:
         import pyarrow
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -322,12 +372,4 @@ def _opened(path: Path, field: str) -> Any:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise SpecError(f"{path} is no parquet file ({str(error).splitlines()[0][:100]}): repair it or take it out") from None
-    schema = file.schema_arrow
-    if field not in schema.names:
-        raise SpecError(
-            f"{path} has no column {shown(field)} (it has: {', '.join(schema.names[:8])}): name the text's with --field"
-        )
-    kind = schema.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise SpecError(f"{path} holds {kind} in its column {shown(field)} but must hold text: name another with --field")
-    return file
+    return file, form.columns(path, file.schema_arrow)

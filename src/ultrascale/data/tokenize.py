@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ultrascale.data import sources
-from ultrascale.data.sets import FACTS, TOKENS, TokenizedInputs, TokenSetMetadata, open_set
-from ultrascale.data.sources import InputPart
-from ultrascale.data.token_files import END, HEADER_BYTES, Header, size_of, smallest_type
+from ultrascale.data import chat, sources
+from ultrascale.data.sets import ANSWERS, FACTS, TOKENS, TokenizedInputs, TokenSetMetadata, open_set
+from ultrascale.data.sources import InputPart, RecordFormat, TextField
+from ultrascale.data.token_files import END, HEADER_BYTES, Header, mapped, size_of, smallest_type
 from ultrascale.data.tokenizer import Tokenizer, load
 from ultrascale.data.worker_pool import WorkerPool, WorkerReport, WorkerTask
 from ultrascale.specs.errors import RunError, SpecError, os_reason
@@ -103,7 +103,7 @@ class ProgressMeter:
 
 
 MOST_WORKERS = 1024
-NOTES, ENDS, LOCK = "progress.json", "ends", "lock"
+NOTES, ENDS, LOCK, TOKENIZER = "progress.json", "ends", "lock", "tokenizer.json"
 _AHEAD = 4  # parts per worker that may wait for an earlier one: bounds what is on disk twice
 
 
@@ -120,28 +120,59 @@ def tokenize(
     """Writes a token set to folder `out` from a file, a folder of files, `stdlib`, or `hf://datasets/ORG/NAME`. A repeated
     call resumes.
     """
+    file = None if tokenizer is None else tokenizer_file(tokenizer)
+    return _tokenize(source, out, load(file, eod), file, TextField(field), workers, progress, part_bytes)
+
+
+def tokenize_chats(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str] | None = None,
+    workers: int = 1,
+    template: str | os.PathLike[str] | None = None,
+    eod: str | None = None,
+    progress: Report | None = None,
+    part_bytes: int = sources.PART,
+) -> TokenSetMetadata:
+    """As `tokenize`, of conversations, with a mask of the answers. `template`: a file, if not the tokenizer's own template."""
+    file = None if tokenizer is None else tokenizer_file(tokenizer, chat.CONFIG, chat.TEMPLATE)
+    file = file / TOKENIZER if file is not None and file.is_dir() else file
+    rendered = chat.ChatTemplate.load(None if file is None else file.parent, None if template is None else Path(template))
+    encoder = load(file, eod, chat=True)
+    return _tokenize(source, out, encoder, file, chat.Conversations(rendered), workers, progress, part_bytes)
+
+
+def _tokenize(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    encoder: Tokenizer,
+    file: Path | None,
+    form: RecordFormat,
+    workers: int,
+    progress: Report | None,
+    part_bytes: int,
+) -> TokenSetMetadata:
     if not 1 <= workers <= MOST_WORKERS:
         raise SpecError(f"--workers is {workers} but must be from 1 to {MOST_WORKERS}: try {os.cpu_count() or 1}")
-    file = None if tokenizer is None else tokenizer_file(tokenizer)
-    encoder = load(file, eod)
-    source = text_folder(source, sources.SUFFIXES)
-    files = sources.find(os.fspath(source))
+    source = text_folder(source, form.suffixes)
+    files = sources.find(os.fspath(source), form.suffixes)
     contents = sources.digests(files, workers)
     inputs = TokenizedInputs(
         path=os.fspath(source),
         files=len(files),
         bytes=sum(map(size_of, files)),
-        field=field,
+        field=form.name,
         digest=_digest(os.fspath(source), files, contents),
     )
+    template = form.template.sha256 if isinstance(form, chat.Conversations) else None
     folder = Path(os.path.abspath(out))  # `.` has no name to append a suffix to
     work = folder.with_name(folder.name + ".partial")
-    if (done := _finished(Path(out), encoder, inputs)) is not None:
+    if (done := _finished(Path(out), encoder, template, inputs)) is not None:
         shutil.rmtree(work, ignore_errors=True)
         return done
-    parts = sources.cut(files, contents, field, part_bytes)
+    parts = sources.cut(files, contents, form, part_bytes)
     with _locked(work):
-        job = _TokenizeJob(work, encoder, parts, part_bytes, field)
+        job = _TokenizeJob(work, encoder, parts, part_bytes, form, template)
         try:
             job.run(workers, progress)
         except (SpecError, KeyboardInterrupt) as error:
@@ -160,7 +191,7 @@ def tokenize(
     return facts
 
 
-def _finished(out: Path, encoder: Tokenizer, inputs: TokenizedInputs) -> TokenSetMetadata | None:
+def _finished(out: Path, encoder: Tokenizer, template: str | None, inputs: TokenizedInputs) -> TokenSetMetadata | None:
     """The set in the folder if it is already this one; None if it must be written; SpecError for anything else there."""
     try:
         existing = sorted(os.listdir(out)) if out.is_dir() else []
@@ -174,7 +205,8 @@ def _finished(out: Path, encoder: Tokenizer, inputs: TokenizedInputs) -> TokenSe
         raise SpecError(f"-o is {out} but that folder holds other files ({existing[0]}): name a new one, such as {out}-tokens")
     facts = open_set(out).facts
     assert facts is not None
-    if (facts.tokenizer_sha256, facts.vocab, facts.eod) == (encoder.sha256, encoder.vocab, encoder.eod):
+    made = facts.tokenizer_sha256, facts.vocab, facts.eod, facts.template_sha256
+    if made == (encoder.sha256, encoder.vocab, encoder.eod, template):
         if facts.inputs == inputs:
             return facts
         if facts.inputs == inputs.model_copy(update={"digest": None}):  # the content of its inputs is unknown
@@ -214,12 +246,15 @@ def _locked(work: Path) -> Iterator[None]:
 class _TokenizeJob:
     """A tokenization job: the parts of the input, how many have been appended, and their totals."""
 
-    def __init__(self, work: Path, encoder: Tokenizer, parts: list[InputPart], part_bytes: int, field: str) -> None:
-        self.work, self.encoder, self.parts, self.field = work, encoder, parts, field
+    def __init__(
+        self, work: Path, encoder: Tokenizer, parts: list[InputPart], part_bytes: int, form: RecordFormat, template: str | None
+    ) -> None:
+        self.work, self.encoder, self.parts, self.form, self.template = work, encoder, parts, form, template
         self.type = smallest_type(encoder.vocab)
         self.file, self.ends = work / "set" / TOKENS, work / ENDS
+        self.answers = None if template is None else work / "set" / ANSWERS
         self.parts_done = self.tokens = self.documents = 0
-        options = json.dumps([1, encoder.sha256, encoder.vocab, encoder.eod, field, part_bytes])
+        options = json.dumps([1, encoder.sha256, encoder.vocab, encoder.eod, form.name, part_bytes, template])
         self.digests = [hashlib.sha256(options.encode()).hexdigest()]
         """after each part: of the options and all parts so far"""
         for part in parts:
@@ -240,9 +275,13 @@ class _TokenizeJob:
         if not self.file.exists():
             self.file.write_bytes(bytes(HEADER_BYTES))
             self.ends.write_bytes(b"")
+            if self.answers is not None:
+                self.answers.write_bytes(b"")
         _truncate(self.file, HEADER_BYTES + self.tokens * self.type.itemsize)
+        if self.answers is not None:
+            _truncate(self.answers, self.tokens)
         _truncate(self.ends, self.documents * END.itemsize)
-        wanted = {path for task in self._tasks() for path in (task.tokens, task.ends)}
+        wanted = {path for task in self._tasks() for path in (task.tokens, task.answers, task.ends)}
         for path in self.work.glob("part-*"):
             if path not in wanted:
                 path.unlink()
@@ -256,7 +295,7 @@ class _TokenizeJob:
         if not waiting:
             return
         meter = ProgressMeter(self.parts, self.parts_done, self.tokens, self.documents, report)
-        pool = WorkerPool(min(workers, len(waiting)), self.encoder, self.field)
+        pool = WorkerPool(min(workers, len(waiting)), self.encoder, self.form)
         finished: dict[int, WorkerTask] = {}  # by a worker, not yet appended
         running: dict[int, WorkerTask] = {}
         try:
@@ -281,18 +320,17 @@ class _TokenizeJob:
 
     def _append(self, task: WorkerTask) -> None:
         ends = np.fromfile(task.ends, dtype=END)
-        with self.file.open("ab") as file, task.tokens.open("rb") as part:
-            shutil.copyfileobj(part, file, 2**20)
-            count = part.tell() // self.type.itemsize
-            _sync(file.fileno(), file.flush)
+        count = _append_file(task.tokens, self.file) // self.type.itemsize
+        if self.answers is not None:
+            _append_file(task.answers, self.answers)
         with self.ends.open("ab") as file:
             file.write((ends + END.type(self.tokens)).astype(END).tobytes())
             _sync(file.fileno(), file.flush)
         self.parts_done, self.tokens, self.documents = self.parts_done + 1, self.tokens + count, self.documents + len(ends)
         notes = {"parts": self.parts_done, "digest": self.digests[self.parts_done]}
         write_text(self.work / NOTES, json.dumps(notes | {"tokens": self.tokens, "documents": self.documents}))
-        task.tokens.unlink()
-        task.ends.unlink()
+        for path in (task.tokens, task.answers, task.ends):
+            path.unlink()
 
     def finish(self, encoder: Tokenizer, inputs: TokenizedInputs, tokenizer: Path | None) -> TokenSetMetadata:
         """Completes the set: header, document ends and data.json."""
@@ -307,7 +345,7 @@ class _TokenizeJob:
             shutil.copyfileobj(ends, file, 2**20)
             _sync(file.fileno(), file.flush)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, self.file.with_name("tokenizer.json"))
+            shutil.copyfile(tokenizer, self.file.with_name(TOKENIZER))
         facts = TokenSetMetadata(
             tokenizer=encoder.name,
             tokenizer_sha256=encoder.sha256,
@@ -316,10 +354,25 @@ class _TokenizeJob:
             tokens=self.tokens,
             documents=self.documents,
             dtype="uint16" if self.type.itemsize == 2 else "uint32",
+            answers=self._count_answers(),
+            template_sha256=self.template,
             inputs=inputs,
         )
         write_text(self.file.with_name(FACTS), json.dumps(facts.model_dump(), indent=1, ensure_ascii=False) + "\n")
         return facts
+
+    def _count_answers(self) -> int | None:
+        if self.answers is None:
+            return None
+        return int(np.count_nonzero(mapped(self.answers, np.dtype(np.uint8), 0, self.tokens)))
+
+
+def _append_file(source: Path, target: Path) -> int:
+    """Appends a file to another; returns how many bytes."""
+    with target.open("ab") as file, source.open("rb") as part:
+        shutil.copyfileobj(part, file, 2**20)
+        _sync(file.fileno(), file.flush)
+        return part.tell()
 
 
 def _truncate(path: Path, size: int) -> None:

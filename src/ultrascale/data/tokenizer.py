@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ultrascale.data.sources import Spans
 from ultrascale.data.token_files import cannot_read, smallest_type
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_bytes
@@ -33,6 +34,13 @@ class Tokenizer(Protocol):
         """The tokens of each text, without end-of-document tokens."""
         ...
 
+    def encode_answers(self, texts: Sequence[str], answers: Sequence[Spans]) -> list[tuple[Ids, Ids]]:
+        """The tokens of each text, and 1 for each that has a part of an answer, 0 for the others.
+
+        Never the first: nothing before it predicts it.
+        """
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special ones; bytes that are no character become �."""
         ...
@@ -48,6 +56,12 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(smallest_type(self.vocab)) for text in texts]
 
+    def encode_answers(self, texts: Sequence[str], answers: Sequence[Spans]) -> list[tuple[Ids, Ids]]:
+        widths = [np.array([len(sign.encode()) for sign in text]) for text in texts]
+        stops = [np.repeat(np.arange(1, len(one) + 1), one) for one in widths]  # the characters that bytes are of
+        masks = [_mask(np.stack((stop - 1, stop), axis=1), spans) for stop, spans in zip(stops, answers, strict=True)]
+        return list(zip(self.encode(texts), masks, strict=True))
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if 0 < token < self.vocab).decode(errors="replace")
 
@@ -55,8 +69,10 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`. Special tokens spelled out in a text are encoded as text: only the end of a document gives `eod`."""
 
-    def __init__(self, path: Path, eod: str | int | None) -> None:
-        """`eod`: the end-of-document token, by name or number, if the file has none with a known name."""
+    def __init__(self, path: Path, eod: str | int | None, chat: bool = False) -> None:
+        """`eod`: the end-of-document token, by name or number, if the file has none with a known name. `chat`: texts are made
+        by a chat template, in which special tokens are spelled out.
+        """
         content = _content(path)
         self.name = path.name
         self.sha256: str | None = hashlib.sha256(content).hexdigest()
@@ -67,10 +83,16 @@ class FileTokenizer:
         self.vocab = max(known.values()) + 1  # not their number: some vocabularies have gaps
         self.eod = eod if isinstance(eod, int) else _end(path, known, eod)
         self._type = smallest_type(self.vocab)
+        self._tokenizer.encode_special_tokens = not chat
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self._type) for one in found]
+
+    def encode_answers(self, texts: Sequence[str], answers: Sequence[Spans]) -> list[tuple[Ids, Ids]]:
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        masks = [_mask(np.array(one.offsets).reshape(-1, 2), spans) for one, spans in zip(found, answers, strict=True)]
+        return [(np.array(one.ids, dtype=self._type), mask) for one, mask in zip(found, masks, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -80,10 +102,20 @@ class FileTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
 
-def load(path: Path | None, eod: str | None = None) -> Tokenizer:
-    """The tokenizer of a file, or bytes. `eod`: the end-of-document token, if the file has none with a known name."""
+def _mask(offsets: Ids, spans: Spans) -> Ids:
+    """`offsets` [n, 2]: the characters of each token, from the first to behind the last."""
+    mask = np.zeros(len(offsets), dtype=np.uint8)
+    starts, stops = offsets.T
+    for start, stop in spans:
+        mask[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop)] = 1
+    mask[:1] = 0
+    return mask
+
+
+def load(path: Path | None, eod: str | None = None, chat: bool = False) -> Tokenizer:
+    """The tokenizer of a file, or bytes. `eod`, `chat`: as of FileTokenizer."""
     if path is not None:
-        return FileTokenizer(path, eod)
+        return FileTokenizer(path, eod, chat)
     if eod is not None:
         raise SpecError(
             f"--eod is {shown(eod)} but bytes end a document with a zero byte: leave --eod out, or give --tokenizer"
@@ -117,7 +149,6 @@ def _load(path: Path, content: bytes) -> Any:
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

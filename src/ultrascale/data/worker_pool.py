@@ -1,7 +1,7 @@
-"""Worker processes of a tokenization job: each converts one part of the input at a time to two small files.
+"""Worker processes of a tokenization job: each converts one part of the input at a time to small files.
 
-The tokens of a part and its document ends are renamed to their final names only when both are complete, the ends last: a part
-with an ends file is done.
+The tokens of a part, the mask of answers, if it has conversations, and its document ends are renamed to their final names only
+when all are complete, the ends last: a part with an ends file is done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from ultrascale.data import sources
-from ultrascale.data.sources import PIECE, DocumentChunk, InputPart
+from ultrascale.data.sources import PIECE, DocumentChunk, InputPart, RecordFormat
 from ultrascale.data.token_files import END, smallest_type
-from ultrascale.data.tokenizer import Tokenizer
+from ultrascale.data.tokenizer import Ids, Tokenizer
 from ultrascale.specs.errors import RunError, SpecError, os_reason
 
 _MOST_PIECES = 1024  # maximum chunks in one tokenizer call
@@ -53,6 +53,10 @@ class WorkerTask:
         return self.name.with_name(self.name.name + ".tokens")
 
     @property
+    def answers(self) -> Path:
+        return self.name.with_name(self.name.name + ".answers")
+
+    @property
     def ends(self) -> Path:
         return self.name.with_name(self.name.name + ".ends")
 
@@ -60,13 +64,13 @@ class WorkerTask:
 class WorkerPool:
     """A fixed number of worker processes; `idle` has the pipes of those without a task."""
 
-    def __init__(self, workers: int, tokenizer: Tokenizer, field: str) -> None:
+    def __init__(self, workers: int, tokenizer: Tokenizer, form: RecordFormat) -> None:
         context = multiprocessing.get_context("fork")
         self._pipes: dict[Connection, Any] = {}
         self.idle: list[Connection] = []
         for _ in range(workers):
             parent_end, child_end = context.Pipe()
-            process = context.Process(target=_worker, args=(child_end, os.getpid(), tokenizer, field), daemon=True)
+            process = context.Process(target=_worker, args=(child_end, os.getpid(), tokenizer, form), daemon=True)
             process.start()
             child_end.close()
             self._pipes[parent_end] = process
@@ -105,7 +109,7 @@ class WorkerPool:
             pipe.close()
 
 
-def _worker(pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> None:
+def _worker(pipe: Connection, parent: int, tokenizer: Tokenizer, form: RecordFormat) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
@@ -113,7 +117,7 @@ def _worker(pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> 
         while True:
             while not pipe.poll(_PARENT_CHECK_S):
                 _exit_without(parent)
-            _tokenize_part(pipe.recv(), pipe, parent, tokenizer, field)
+            _tokenize_part(pipe.recv(), pipe, parent, tokenizer, form)
     except EOFError:
         return
     except (SpecError, RunError) as error:
@@ -130,28 +134,36 @@ def _exit_without(parent: int) -> None:
         os._exit(1)
 
 
-def _tokenize_part(task: WorkerTask, pipe: Connection, parent: int, tokenizer: Tokenizer, field: str) -> None:
-    temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (task.tokens, task.ends)]
-    dtype = smallest_type(tokenizer.vocab)
-    eod = np.array([tokenizer.eod], dtype=dtype)
+def _tokenize_part(task: WorkerTask, pipe: Connection, parent: int, tokenizer: Tokenizer, form: RecordFormat) -> None:
+    temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (task.tokens, task.answers, task.ends)]
     tokens = documents = 0
-    with temporary[0].open("wb") as tokens_file, temporary[1].open("wb") as ends_file:
-        for batch in _batches(sources.read(task.part, field)):
+    with temporary[0].open("wb") as tokens_file, temporary[1].open("wb") as answers_file, temporary[2].open("wb") as ends_file:
+        for batch in _batches(sources.read(task.part, form)):
             _exit_without(parent)
             ends = array("Q")
-            for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+            for piece, (ids, answers) in zip(batch, _encoded(batch, tokenizer), strict=True):
                 tokens_file.write(ids.tobytes())
+                answers_file.write(answers.tobytes())
                 tokens += len(ids)
                 if piece.last:
-                    tokens_file.write(eod.tobytes())
-                    tokens += 1
                     ends.append(tokens)
             ends_file.write(np.array(ends, dtype=END).tobytes())
             documents += len(ends)
             pipe.send(WorkerReport(task.number, documents, tokens, batch[-1].place))
-    os.replace(temporary[0], task.tokens)
-    os.replace(temporary[1], task.ends)
+    for path, name in zip(temporary, (task.tokens, task.answers, task.ends), strict=True):
+        os.replace(path, name)
     pipe.send(WorkerReport(task.number, documents, tokens, task.part.cost, done=True))
+
+
+def _encoded(batch: Sequence[DocumentChunk], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Ids]]:
+    """The tokens of each chunk, with the token that ends a document, and of conversations the mask of answers."""
+    texts = [piece.text for piece in batch]
+    if batch[0].answers:  # where a conversation ends is its template's business
+        yield from tokenizer.encode_answers(texts, [piece.answers for piece in batch])
+        return
+    eod, without = np.array([tokenizer.eod], dtype=smallest_type(tokenizer.vocab)), np.empty(0, dtype=np.uint8)
+    for piece, ids in zip(batch, tokenizer.encode(texts), strict=True):
+        yield np.concatenate((ids, eod)) if piece.last else ids, without
 
 
 def _batches(pieces: Iterator[DocumentChunk]) -> Iterator[list[DocumentChunk]]:

@@ -242,7 +242,7 @@ def attach(engine: Engine, tracker: OperatorTracker) -> None:
     within(engine, "read", "reading")
     within(engine.pipeline, "step", "pipeline")
     within(engine, "_complete_gradients", "gradients")
-    within(engine, "_mean_loss", "loss")
+    within(engine, "_sum_of_losses", "loss")
     within(engine.optimizer, "norm", "norm")
     within(engine.optimizer, "step", "optimizer")
     if engine.balance is not None:

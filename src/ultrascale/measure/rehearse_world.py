@@ -133,6 +133,9 @@ class ConstantBatches:
     def train(self, step: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.zeros(len(rows), self.seq, dtype=torch.int64) for _ in range(2))  # type: ignore[return-value]
 
+    def losses(self, step: int, held_out: bool) -> int:
+        return self.seq
+
 
 def without_values(engine: Engine) -> None:
     """Read losses and norms as zero: sums over missing ranks may be anything."""
@@ -140,7 +143,7 @@ def without_values(engine: Engine) -> None:
     def zeroed(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: torch.zeros_like(inner(*args))
 
-    owners: tuple[tuple[Any, str], ...] = ((engine, "_mean_loss"), (engine.optimizer, "norm"))
+    owners: tuple[tuple[Any, str], ...] = ((engine, "_sum_of_losses"), (engine.optimizer, "norm"))
     for owner, name in owners:
         setattr(owner, name, zeroed(getattr(owner, name)))
 

@@ -93,6 +93,8 @@ class Batch:
     """inputs, targets and, if attention is masked by document, the document index of each token"""
     positions: torch.Tensor
     """of this rank's slice of the sequence"""
+    losses: int
+    """how many tokens of the global batch, over all ranks, have a loss"""
 
 
 @dataclass
@@ -197,8 +199,8 @@ class Pipeline:
         self.microbatch: int | None = None
         """the micro-batch whose forward is running; None outside of a forward, including during recomputation"""
 
-    def step(self, batch: Batch, scale: float) -> torch.Tensor:
-        """Runs one step, forward and backward; returns the sum of this rank's losses. `scale` weighs each token's loss."""
+    def step(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
+        """Runs one step, forward and backward; returns the sum of this rank's losses. `scale` [] weighs each token's loss."""
         mailbox = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
         saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # input and output of a stage
         pending: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -269,10 +271,10 @@ class Pipeline:
             mailbox.send(StageMessage(ActionKind.F, stage, k), y.detach(), target)
         return x, y
 
-    def _backward(self, action: Action, x: torch.Tensor, y: torch.Tensor, scale: float, mailbox: _StageMailbox) -> None:
+    def _backward(self, action: Action, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, mailbox: _StageMailbox) -> None:
         stage, k = action.stage, action.microbatch
         if stage == self.last_stage:
-            grad = torch.full_like(y, scale)
+            grad = scale.to(y.dtype)
         else:
             grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
         with torch.autograd.set_multithreading_enabled(False):  # faster, see benchmarks/gpu/README.md

@@ -87,12 +87,12 @@ def is_hub(text: str | os.PathLike[str]) -> bool:
     return os.fspath(text).startswith(PREFIX)
 
 
-def tokenizer_file(text: str | os.PathLike[str]) -> Path:
-    """A path to a `tokenizer.json`: the given one, or that of a repository."""
+def tokenizer_file(text: str | os.PathLike[str], config: str | None = None, *others: str) -> Path:
+    """A path to a `tokenizer.json`: the given one, or a repository's, downloaded with its config and these other files."""
     if not is_hub(text):
         return Path(text)
-    name = "tokenizer.json"
-    return HubRepo.parse(os.fspath(text)).download(name, needed=[name]) / name
+    needed = ["tokenizer.json", *([] if config is None else [config])]
+    return HubRepo.parse(os.fspath(text)).download(*needed, *others, needed=needed) / needed[0]
 
 
 def text_folder(text: str | os.PathLike[str], suffixes: Sequence[str]) -> str:

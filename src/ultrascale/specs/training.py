@@ -88,7 +88,12 @@ class Training(FrozenSpec):
         examples=["data/held-out"],
         description="what to evaluate on, as in data; null: the last 2 % of each set, which never train",
     )
-    document_mask: bool = Field(False, strict=True, description="attention does not cross the end of a document")
+    document_mask: bool | None = Field(
+        None,
+        strict=True,
+        examples=[True],
+        description="attention does not cross the end of a document; null: if some text is a set of conversations",
+    )
     bucket_mb: float = Field(25.0, gt=0, le=1e5, strict=True, description="10⁶ bytes of gradients reduced together")
     compress: Compress = Field("none", description="format in which gradients are sent between data ranks")
     reduce_every_microbatch: bool = Field(

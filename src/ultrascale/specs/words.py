@@ -33,10 +33,10 @@ def field_from_text(
     text, found = text.strip(), cls.model_fields[field]
     example = example or shown(found.examples[0] if found.examples else found.default)
     kinds = get_args(found.annotation) or (found.annotation,)
-    if bool in kinds:
-        return flag(what, field, text)
     if type(None) in kinds and text.lower() in null:
         return None
+    if bool in kinds:
+        return flag(what, field, text)
     if choices := [kind for kind in kinds if isinstance(kind, str)]:
         return choice(what, field, text, choices)
     value: Any = text

@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from ultrascale.data.corpora import Corpus, MixtureCorpus, Tokens, checked_windows
+from ultrascale.data.corpora import ConversationCorpus, Corpus, MixtureCorpus, Tokens, checked_windows
 from ultrascale.data.order import MixturePattern, SampleOrder, seed_of
+from ultrascale.model.transformer import IGNORE_INDEX
 from ultrascale.specs.layout import Layout
 
 Rows = slice | Sequence[int]
@@ -39,7 +40,9 @@ class Batches:
         return sum(order.evaluation_windows for order in self._held_out.orders)
 
     def train(self, step: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, [rows, seq] each, of these rows of the step's global batch. Steps count from 0."""
+        """Inputs and targets, [rows, seq] each, of these rows of the step's global batch. Steps count from 0. The target of a
+        token without a loss is IGNORE_INDEX.
+        """
         return self._tokens(step, rows, held_out=False)
 
     def evaluation(self, number: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,10 +54,23 @@ class Batches:
         found = [text.documents(index, self.seq) for text, index in self._windows(number, rows, held_out)]
         return torch.from_numpy(np.stack(found))
 
+    def losses(self, number: int, held_out: bool = False) -> int:
+        """How many tokens of a global batch have a loss: all, except in conversations. At least 1, to divide by."""
+        samples = self._held_out if held_out else self._trained
+        if not samples.masked:
+            return self.batch * self.seq
+        masks = [text.counted(index, self.seq) for text, index in self._windows(number, slice(None), held_out)]
+        return max(1, sum(self.seq if mask is None else int(np.count_nonzero(mask)) for mask in masks))
+
     def _tokens(self, number: int, rows: Rows, held_out: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        found: list[Tokens] = [text.window(index, self.seq) for text, index in self._windows(number, rows, held_out)]
+        windows = self._windows(number, rows, held_out)
+        found: list[Tokens] = [text.window(index, self.seq) for text, index in windows]
         tokens = torch.from_numpy(np.stack(found))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        targets = tokens[:, 1:].clone()  # a single row is contiguous, and would share the memory of the inputs
+        for row, (text, index) in enumerate(windows):
+            if (counted := text.counted(index, self.seq)) is not None:
+                targets[row].masked_fill_(torch.from_numpy(~counted), IGNORE_INDEX)
+        return tokens[:, :-1].contiguous(), targets
 
     def _windows(self, number: int, rows: Rows, held_out: bool) -> list[Window]:
         indices = range(*rows.indices(self.batch)) if isinstance(rows, slice) else rows
@@ -73,6 +89,7 @@ class _MixedSamples:
             SampleOrder(checked_windows(text, seq), seed if alone else seed_of(seed, place), **shares)
             for place, text in enumerate(self.texts)
         ]
+        self.masked = any(isinstance(text, ConversationCorpus) for text in self.texts)
         self.pattern = MixturePattern([weight for _, weight in mixture.parts])
 
     def window(self, sample: int, held_out: bool) -> Window:

@@ -35,7 +35,7 @@ class NotFiniteError(RunError):
 @dataclass(frozen=True)
 class StepResult:
     loss: float
-    """mean over the tokens of the global batch"""
+    """mean over the tokens of the global batch that have one"""
     grad_norm: float
     lr: float
     skipped: bool
@@ -103,6 +103,8 @@ class Engine:
         """set on a rank that received a stop signal; the result of the next step has `stop` on every rank"""
         self._stop = torch.zeros(())
         self._batch: Batch | None = None
+        self._loss_weight = torch.ones((), dtype=torch.float64, device=mesh.device)
+        """what each token's loss is multiplied by in backward: a tensor, since CUDA graphs keep numbers"""
         self._passes = graphed(self._forward_and_backward, self.cuda_graphs, before=self._clear_gradients)
         tied = ("embed.tokens.weight", "head.linear.weight") if job.model.tied_embeddings else ()
         self._tied = [weight for weight in self.weights if weight.shard.name in tied]
@@ -115,6 +117,8 @@ class Engine:
     def backward(self, batch: Batch) -> torch.Tensor:
         """Runs forward and backward of a step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
         self._batch = batch
+        # Data ranks average their gradients: with this weight, the average is the gradient of the mean over all losses.
+        self._loss_weight.fill_(self.scale.value * self.mesh.data.size / batch.losses)
         began = time.perf_counter()
         loss = self._passes()
         if self.cuda_graphs is not None:
@@ -122,16 +126,14 @@ class Engine:
         self._batch = None
         if self.balance is not None:
             self._loads = self.balance.take()
-        return self._mean_loss(loss)
+        return self._sum_of_losses(loss) / batch.losses
 
     def _forward_and_backward(self) -> torch.Tensor:
         assert self._batch is not None
-        # Data ranks average their gradients: with this weight, the average is the gradient of the mean over all tokens.
-        weight = self.scale.value * self.mesh.data.size / self.tokens
         if self.balance is not None:
-            self.balance.set_loss_weight(weight)
+            self.balance.set_loss_weight(self.scale.value * self.mesh.data.size / self.tokens)
         with profile_range("forward and backward"):
-            loss = self.pipeline.step(self._batch, weight)
+            loss = self.pipeline.step(self._batch, self._loss_weight)
         with profile_range("gradients"):
             self._complete_gradients()
         return loss
@@ -176,23 +178,25 @@ class Engine:
 
     def evaluate(self, batches: int) -> float:
         """Mean loss over `batches` global batches of held-out text."""
-        total = torch.zeros((), device=self.mesh.device)
+        total, losses = torch.zeros((), device=self.mesh.device), 0
         for number in range(batches):
-            total += self._mean_loss(self.pipeline.evaluate(self.read(number, held_out=True)))
+            batch = self.read(number, held_out=True)
+            total += self._sum_of_losses(self.pipeline.evaluate(batch))
+            losses += batch.losses
         for chunk in self.pipeline.chunks.values():
             chunk.gradients.reshard()
-        return float(total) / batches
+        return float(total) / losses
 
     def read(self, number: int, held_out: bool = False) -> Batch:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
-        found = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
+        found, losses = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
         if self.cuda_graphs is not None and not held_out:
-            return Batch(self.cuda_graphs.copy_rows(found), self.positions)
+            return Batch(self.cuda_graphs.copy_rows(found), self.positions, losses)
         microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
-        return Batch(microbatches, self.positions)
+        return Batch(microbatches, self.positions, losses)
 
-    def _host_rows(self, number: int, held_out: bool = False) -> list[tuple[torch.Tensor, ...]]:
-        """Per micro-batch: inputs, targets and, with a document mask, document indices."""
+    def _host_rows(self, number: int, held_out: bool = False) -> tuple[list[tuple[torch.Tensor, ...]], int]:
+        """Per micro-batch, inputs, targets and, with a document mask, document indices; and the losses of the global batch."""
         layout, place, batches = self.mesh.layout, self.mesh.place, self.batches
         read = batches.evaluation if held_out else batches.train
         found = []
@@ -202,7 +206,7 @@ class Engine:
             if self.training.document_mask:
                 parts = (*parts, batches.documents(number, rows, held_out))
             found.append(tuple(self._own_slice(part) for part in parts))
-        return found
+        return found, batches.losses(number, held_out)
 
     def _own_slice(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the sequences; in pinned memory for a GPU, so that the copy is asynchronous."""
@@ -233,11 +237,11 @@ class Engine:
         else:
             comm.all_reduce(self._tied[0].gradient, self.mesh.ends)
 
-    def _mean_loss(self, total: torch.Tensor) -> torch.Tensor:
-        """All-reduces loss and stop request. Only last stages have a loss, which is the same on each of their tp ranks."""
+    def _sum_of_losses(self, total: torch.Tensor) -> torch.Tensor:
+        """All-reduces losses and stop request. Only last stages have a loss, which is the same on each of their tp ranks."""
         sent = torch.stack([total, torch.full_like(total, float(self.stop_requested))])
         loss, self._stop = comm.all_reduce(sent, self.mesh.world).unbind()
-        return loss / (self.mesh.tp.size * self.tokens)
+        return loss / self.mesh.tp.size
 
     def _not_finite_message(self, number: int, result: StepResult) -> str:
         own = self.optimizer.first_not_finite()

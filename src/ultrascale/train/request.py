@@ -293,6 +293,8 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     whole = {name.removeprefix("train."): corpora.absolute(name, text) for name, text in places.items() if text is not None}
     training = training.changed(**whole)
     job = job.changed(**overrides.job)
+    if training.document_mask is None and corpora.has_conversations(training, job.model.vocab):
+        training = training.changed(document_mask=True)
     if job.cluster.gpus != world:
         job = job.changed(cluster=_resized(job.cluster, world))
     fixed = overrides.layout
