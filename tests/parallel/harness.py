@@ -77,7 +77,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "mla": {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
     },
-    **{f"{name}-family": verify_programs.FAMILIES[name] for name in ("gemma", "gpt-oss", "olmo", "cohere", "deepseek")},
+    **{
+        f"{name}-family": verify_programs.FAMILIES[name]
+        for name in ("gemma", "gpt-oss", "qwen3-next", "olmo", "cohere", "deepseek")
+    },
     "neox": {
         "norm": "layernorm",
         "parallel_residual": "two_norms",

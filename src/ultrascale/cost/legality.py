@@ -36,12 +36,17 @@ def _gpus(job: Job, layout: Layout) -> str:
 def _tp_cuts_heads(job: Job, c: LayoutColumns) -> Array:
     model = job.model
     kv = (model.kv_heads % c.tp == 0) | (c.tp % model.kv_heads == 0)
-    return np.asarray((model.heads % c.tp == 0) & kv)
+    linear = 0 if model.linear_attention is None else model.linear_attention.key_heads % c.tp
+    return np.asarray((model.heads % c.tp == 0) & kv & (linear == 0))
 
 
 def _tp_sentence(job: Job, layout: Layout) -> str:
     model = job.model
+    linear = model.linear_attention
     allowed = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
+    if linear is not None and linear.key_heads % layout.tp:
+        both = [d for d in allowed if linear.key_heads % d == 0]
+        return f"layout.tp is {layout.tp} but must divide linear_attention.key_heads = {linear.key_heads}: try {near(layout.tp, both)}"
     return (
         f"layout.tp is {layout.tp} but must divide heads = {model.heads}, and divide or be a multiple of "
         f"kv_heads = {model.kv_heads}: try {near(layout.tp, allowed)}"

@@ -77,6 +77,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_pattern": ("local", "full"),
         "moe": {"experts": 4, "top_k": 2, "expert_ffn": 16, "logits_bias": True},
     },
+    "qwen3-next": {
+        "qk_norm": True,
+        "attention_gate": True,
+        "linear_attention": {"key_heads": 4, "value_heads": 8, "key_head_dim": 6, "value_head_dim": 4},
+        "attention_pattern": ("linear", "full"),
+    },
     "olmo": {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "cohere": {
         "norm": "layernorm",

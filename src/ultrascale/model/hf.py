@@ -85,6 +85,21 @@ _GPT_OSS = {
 }
 
 
+_GATED_DELTA = {
+    **dict.fromkeys((f"attention.conv.{name}" for name in "qkv"), "linear_attn.conv1d.weight"),
+    "attention.log_decay": "linear_attn.A_log",
+    "attention.decay_bias": "linear_attn.dt_bias",
+}
+_QWEN3_NEXT = {
+    **_EXPERTS,
+    "attention.qkv.gate": "self_attn.q_proj",
+    **dict.fromkeys((f"attention.inputs.{name}" for name in ("q", "k", "v", "gate")), "linear_attn.in_proj_qkvz"),
+    **dict.fromkeys((f"attention.inputs.{name}" for name in ("step", "decay")), "linear_attn.in_proj_ba"),
+    "attention.output_norm": "linear_attn.norm",
+}
+_LINEAR_OUT = {"attention.out": "linear_attn.out_proj"}
+
+
 @dataclass(frozen=True)
 class HFNames:
     """The tensors of a family: their names, and how they differ from ours."""
@@ -97,7 +112,7 @@ class HFNames:
     stored_in_out: bool = False
     """weights of layers are [in, out]"""
     norm_offset: float = 0.0
-    """norms multiply by their weight plus this; ours by their weight"""
+    """norms multiply by their weight plus this, except that of linear attention's output; ours by their weight"""
     interleaved_rope: bool = False
     """rotated pairs are neighbours; ours are half a head apart"""
     alternating_heads: bool = False
@@ -132,6 +147,7 @@ TENSORS: dict[str, HFNames] = {
         },
         interleaved_rope=True,
     ),
+    "qwen3_next": HFNames(_QWEN3_NEXT, _GATED_DELTA, norm_offset=1.0),
     "gpt_oss": HFNames(tensors=_GPT_OSS, experts_in_out=True, alternating_gate_up=True),
     "glm4_moe": HFNames(
         {**_DEEPSEEK, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}, _CORRECTION_BIAS
@@ -266,6 +282,10 @@ def stored(model: Model) -> Iterator[HFTensor]:
         names["attention.q_up.q"] = "self_attn.q_proj"
     for layer, shapes in _shapes_by_layer(model):
         prefix, our_prefix = ("", "") if layer is None else (family.layers.format(layer), f"blocks.{layer}.")
+        if layer is not None and model.is_linear(layer):
+            names |= _LINEAR_OUT
+        else:
+            names["attention.out"] = family.names["attention.out"]
         contained: dict[str, list[str]] = {}
         for ours in shapes:
             part = ours.removeprefix(our_prefix)
@@ -282,15 +302,29 @@ def stored(model: Model) -> Iterator[HFTensor]:
             part = parts[0].removeprefix(our_prefix)
             stacked, dims = part.startswith("mlp.experts."), len(shapes[parts[0]])
             in_out = family.experts_in_out and dims == 3 if stacked else family.stored_in_out and dims == 2
-            heads = (1, 1) if stacked and family.alternating_gate_up and len(parts) == 2 else ()
+            heads = (
+                (1, 1) if stacked and family.alternating_gate_up and len(parts) == 2 else _joined_heads(model, part, len(parts))
+            )
+            offset = family.norm_offset if part.endswith("norm.weight") and "output_norm" not in part else 0.0
             form: dict[str, Any] = {
                 "dim": 1 if stacked else 0,
                 "transposed": in_out and layer is not None,
-                "offset": family.norm_offset if part.endswith("norm.weight") else 0.0,
+                "offset": offset,
                 "rotary": _rotary_rows(model, part) if family.interleaved_rope else None,
                 "heads": (model.head_dim,) * 3 if family.alternating_heads and len(parts) == 3 else heads,
             }
             yield from (HFTensor(theirs.format(expert), tuple(parts), expert=expert, **form) for expert in experts)
+
+
+def _joined_heads(model: Model, part: str, parts: int) -> tuple[int, ...]:
+    """Rows of each part in a head of queries and their gate, or in a key head of linear attention; empty: not by head."""
+    linear = model.linear_attention
+    if part.startswith("attention.inputs.") and linear is not None:
+        values = linear.value_heads // linear.key_heads
+        if parts == 2:
+            return values, values
+        return (linear.key_head_dim,) * 2 + (values * linear.value_head_dim,) * 2
+    return (model.head_dim,) * 2 if part.startswith("attention.qkv.q") and parts == 2 else ()
 
 
 def _rotary_rows(model: Model, part: str) -> RotaryRows | None:

@@ -85,7 +85,9 @@ class Attention(nn.Module):
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.qkv = MultiLinear(model.hidden, {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}, model.qkv_bias)
+        outputs = {"q": model.q_dim, "k": model.kv_dim, "v": model.kv_dim}
+        outputs |= {"gate": model.q_dim} if model.attention_gate else {}
+        self.qkv = MultiLinear(model.hidden, outputs, model.qkv_bias)
         self.norms_heads = model.qk_norm_over == "head"
         """queries and keys are normed head by head; False: all heads together"""
         widths = (model.head_dim, model.head_dim) if self.norms_heads else (model.q_dim, model.kv_dim)
@@ -96,7 +98,7 @@ class Attention(nn.Module):
         self.adapters: Adapters | None = None
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
-        q, k, v = self.qkv(x)
+        q, k, v, *gate = self.qkv(x)
         if self.adapters is not None:
             q, k, v = self.adapters.add_to_inputs(x, (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
@@ -109,5 +111,7 @@ class Attention(nn.Module):
         # Cores with a key-value cache or other ranks' keys take no mask.
         masks = {name: one for name, one in (("bias", bias), ("sinks", self.sinks)) if one is not None}
         heads = self.core(q, k, v, **masks).flatten(-2)
+        if gate:
+            heads = heads * gate[0].sigmoid()
         out: Tensor = self.out(heads) if self.adapters is None else self.adapters.output_with(heads, self.out)
         return out

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ultrascale.model import adapters, flex
+from ultrascale.model import adapters, flex, linear_attention
 from ultrascale.model.adapters import Adapters
 from ultrascale.model.latent_attention import LatentAttention
+from ultrascale.model.linear_attention import GatedDeltaNet, GatedDeltaRule
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import LayerNorm, RMSNorm, activation_of, at_least_fp32
 from ultrascale.model.rotary import Rope, tables
@@ -54,8 +55,11 @@ class Block(nn.Module):
         super().__init__()
         before, after = (model.norm_placement in (place, "both") for place in ("pre", "post"))
         self.attention_norm = _norm(model) if before else None
-        self.attention: Attention | LatentAttention
-        self.attention = Attention(model, index) if model.mla is None else LatentAttention(model, model.mla)
+        self.attention: Attention | LatentAttention | GatedDeltaNet
+        if model.linear_attention is not None and model.is_linear(index):
+            self.attention = GatedDeltaNet(model, model.linear_attention)
+        else:
+            self.attention = Attention(model, index) if model.mla is None else LatentAttention(model, model.mla)
         self.attention_post_norm = _norm(model) if after else None
         self.mlp_norm = _norm(model) if before and model.parallel_residual != "one_norm" else None
         self.mlp = _experts(model) if model.is_moe_layer(index) else MLP(model, model.ffn)
@@ -224,7 +228,8 @@ class Transformer(nn.Module):
         return (visible if near is None else visible.add_(near),)
 
     def _has_plain_cores(self) -> bool:
-        return all(isinstance(block.attention.core, CausalAttention) for block in self.each_block())
+        cores = (block.attention.core for block in self.each_block())
+        return all(isinstance(core, CausalAttention | GatedDeltaRule) for core in cores)
 
 
 def document_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -252,6 +257,8 @@ def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: t
     """The whole initial tensor in fp32; a rank that holds a shard takes its part of it."""
     if adapters.is_adapter(name):
         return adapters.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
+    if linear_attention.is_initialized_here(name):
+        return linear_attention.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
     if name.endswith("bias"):

@@ -22,6 +22,7 @@ from ultrascale.kernels.float8_gemm import CustomGemmModule, PlainGemms
 from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.adapters import ADAPTERS, Adapters
 from ultrascale.model.latent_attention import LatentAttention
+from ultrascale.model.linear_attention import GatedDeltaNet
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.operators import RMSNorm, at_least_fp32
 from ultrascale.model.self_attention import MultiLinear
@@ -418,7 +419,7 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
         length = shape[dim] // axis.size
         return Shard(name, shape, dim, axis.rank * length, length)
     is_cut_norm = cuts_qk_norms and path[-2] == "q_norm"
-    cut_by_rows = {"qkv", "inputs", "q_up", "kv_up", "sinks"} & set(path)
+    cut_by_rows = {"qkv", "inputs", "q_up", "kv_up", "sinks", "conv", "log_decay", "decay_bias"} & set(path)
     if cut_by_rows or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
         length = shape[0] // axis.size
         return Shard(name, shape, 0, axis.rank * length, length)
@@ -426,7 +427,7 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
         length = shape[1] // axis.size
         return Shard(name, shape, 1, axis.rank * length, length)
     # Norms of queries and keys process only this rank's heads; all others its slice of the sequence under sequence parallelism.
-    partial_input = sequence or path[-2] in ("q_norm", "k_norm")
+    partial_input = sequence or path[-2] in ("q_norm", "k_norm", "output_norm")
     return Shard(name, shape, partial=axis if partial_input else None, is_primary=axis.rank == 0)
 
 
@@ -460,6 +461,8 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
             attention.q_up = ColumnParallelLinear(attention.q_up, axis, gathered, deferred)
             attention.kv_up = ColumnParallelLinear(attention.kv_up, axis, gathered, deferred)
             attention.shared_key = SharedKey(axis, sequence)
+        elif isinstance(attention, GatedDeltaNet):
+            attention.inputs = ColumnParallelLinear(attention.inputs, axis, gathered, deferred)
         else:
             attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
             if not attention.norms_heads and axis.size > 1:

@@ -29,6 +29,35 @@ class MLA(FrozenSpec):
     v_head_dim: Count = Field(examples=[128])
 
 
+class LinearAttention(FrozenSpec):
+    """A gated delta rule in place of attention (Gated DeltaNet, Yang et al. 2024), with the state of each value head in
+    key_head_dim × value_head_dim numbers.
+    """
+
+    key_heads: Count = Field(examples=[16])
+    value_heads: Count = Field(examples=[32])
+    key_head_dim: Count = Field(examples=[128])
+    value_head_dim: Count = Field(examples=[128])
+    conv_kernel: Count = Field(default=4, description="Tokens that the convolution of queries, keys and values sees.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"model.linear_attention.key_heads is {self.key_heads} but must divide value_heads = {self.value_heads}: "
+                f"try {near(self.key_heads, divisors(self.value_heads))}"
+            )
+        return self
+
+    @property
+    def key_dim(self) -> int:
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_heads * self.value_head_dim
+
+
 RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
 
 

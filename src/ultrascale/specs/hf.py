@@ -230,6 +230,27 @@ class LayerTypes:
         return found | ({self.switch: model.sliding_window is not None} if self.switch else {})
 
 
+class LinearLayers:
+    """Which layers have linear attention, by `layer_types`; where it is missing, all but every fourth."""
+
+    def read(self, config: Config) -> Fields:
+        layers = checked(config, "num_hidden_layers", "count")
+        interval = checked(config, "full_attention_interval", "count", 4)
+        words = {"linear_attention": "linear", "full_attention": "full"}
+        usual = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+        given = config.get("layer_types") or usual
+        if not isinstance(given, list) or len(given) < layers or not {"linear_attention"} <= set(given) <= set(words):
+            raise SpecError(
+                f"config.layer_types is {given!r:.80} but must name full_attention or linear_attention for each of {layers} "
+                "layers"
+            )
+        return {"attention_pattern": shortest_cycle([words[word] for word in given[:layers]])}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        kinds = ["linear_attention" if model.is_linear(layer) else "full_attention" for layer in range(model.layers)]
+        return {"layer_types": kinds}
+
+
 @dataclass(frozen=True)
 class ParallelResidual:
     """A key that says whether attention and MLP read the same input; the family's number of norms for that."""

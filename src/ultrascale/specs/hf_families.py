@@ -23,6 +23,7 @@ from ultrascale.specs.hf import (
     Key,
     Kind,
     LayerTypes,
+    LinearLayers,
     Only,
     ParallelResidual,
     Rope,
@@ -562,6 +563,24 @@ FAMILIES["gpt_oss"] = HFFamily(
         _alternating(2, 128),
     ),
     {"attention_sinks": True, "mlp_bias": True, "moe.logits_bias": True},
+)
+FAMILIES["qwen3_next"] = HFFamily(
+    "Qwen3NextForCausalLM",
+    "Qwen3NextDecoderLayer",
+    (
+        *_common(Rope(partial=0.25, head_dim=256), kv_heads=2, head_dim=256),
+        *_moe("num_experts", "moe_intermediate_size", renormalize=True),
+        SparseLayers(),
+        Key("shared_expert_intermediate_size", "moe.shared_expert_ffn"),
+        _attention_bias(),
+        LinearLayers(),
+        Key("linear_num_key_heads", "linear_attention.key_heads"),
+        Key("linear_num_value_heads", "linear_attention.value_heads"),
+        Key("linear_key_head_dim", "linear_attention.key_head_dim"),
+        Key("linear_value_head_dim", "linear_attention.value_head_dim"),
+        Key("linear_conv_kernel_dim", "linear_attention.conv_kernel", default=4),
+    ),
+    {"qk_norm": True, "attention_gate": True, "moe.shared_experts": 1, "moe.shared_gate": True},
 )
 # DeepSeek-V3's classes and tensors under another name.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
@@ -13,14 +14,26 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ultrascale.specs import weights
-from ultrascale.specs.blocks import MLA, Count, CountOrZero, Factor, Flag, Layers, MoE, RopeScaling, RopeType, Text
+from ultrascale.specs.blocks import (
+    MLA,
+    Count,
+    CountOrZero,
+    Factor,
+    Flag,
+    Layers,
+    LinearAttention,
+    MoE,
+    RopeScaling,
+    RopeType,
+    Text,
+)
 from ultrascale.specs.errors import SpecError, divisors, near, nearest
 from ultrascale.specs.files import package_data, read_mapping
 from ultrascale.specs.hf_families import FAMILIES, fields_from_hf
 from ultrascale.specs.hub import HubRepo, is_hub
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
-AttentionKind = Literal["full", "local"]
+AttentionKind = Literal["full", "local", "linear"]
 Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"]
 
 
@@ -94,10 +107,18 @@ class Model(FrozenSpec):
         default=False, description="A learned logit for each head, which joins the denominator of its softmax (gpt-oss)."
     )
     sliding_window: Count | None = Field(default=None, examples=[4096])
+    linear_attention: LinearAttention | None = Field(
+        default=None,
+        description="Of the layers that attention_pattern calls linear.",
+        examples=[{"key_heads": 16, "value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}],
+    )
+    attention_gate: Flag = Field(
+        default=False, description="Attention's output is multiplied by the sigmoid of a projection of its input (Qwen3-Next)."
+    )
     attention_pattern: tuple[AttentionKind, ...] = Field(
         default=(),
-        description="Layers whose attention is full, and those that see the sliding window, repeated over the layers; empty: "
-        "all see it, if there is one.",
+        description="Layers whose attention is full, those that see the sliding window, and those with linear attention, "
+        "repeated over the layers; empty: all see the window, if there is one.",
         examples=[["local", "full"]],
         max_length=2**16,
     )
@@ -171,6 +192,14 @@ class Model(FrozenSpec):
         local = not self.attention_pattern or self.attention_pattern[layer % len(self.attention_pattern)] == "local"
         return self.sliding_window if local else None
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        return bool(self.attention_pattern) and self.attention_pattern[layer % len(self.attention_pattern)] == "linear"
+
+    @property
+    def linear_layers(self) -> int:
+        return 0 if self.linear_attention is None else sum(map(self.is_linear, range(self.layers)))
+
     def rotates(self, layer: int) -> bool:
         """Whether a layer's queries and keys are rotated by their positions."""
         return self.positions == "rotary" and (not self.rope_pattern or self.rope_pattern[layer % len(self.rope_pattern)])
@@ -221,6 +250,11 @@ class Model(FrozenSpec):
     def dense_layers(self) -> int:
         return self.layers - self.moe_layers
 
+    @property
+    def layer_kinds(self) -> Counter[tuple[bool, bool]]:
+        """How many layers have experts (or not) and linear attention (or not)."""
+        return Counter((self.is_moe_layer(layer), self.is_linear(layer)) for layer in range(self.layers))
+
     def is_moe_layer(self, index: int) -> bool:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of a model with {self.layers} layers")
@@ -235,21 +269,25 @@ class Model(FrozenSpec):
     def parameters(self) -> int:
         """All parameters, tied embeddings once."""
         ends = [*weights.embedding(self), weights.norm(self), *([] if self.tied_embeddings else [weights.vocabulary(self)])]
-        dense, moe = (weights.elements(weights.layer_weights(self, moe)) for moe in (False, True))
+        layers = sum(
+            count * weights.elements(weights.layer_weights(self, moe, linear))
+            for (moe, linear), count in self.layer_kinds.items()
+        )
         experts = self.moe.experts * self.expert_parameters if self.moe else 0
-        moe += experts + weights.router_bias(self)
-        return weights.elements(ends) + self.dense_layers * dense + self.moe_layers * moe
+        return weights.elements(ends) + layers + self.moe_layers * (experts + weights.router_bias(self))
 
     @property
     def hidden_matrix_elements(self) -> int:
         """Elements of the layers' matrices, routed experts included: neither embedding and head nor vectors."""
-        dense, moe = (
-            weights.elements(one for one in weights.layer_weights(self, moe) if one.is_hidden_matrix) for moe in (False, True)
-        )
+        found = 0
+        for (moe, linear), count in self.layer_kinds.items():
+            layer = weights.layer_weights(self, moe, linear)
+            found += count * weights.elements(one for one in layer if one.is_hidden_matrix)
         if self.moe is not None:
             expert = weights.mlp(self, self.moe.expert_ffn)
-            moe += self.moe.experts * weights.elements(one for one in expert if one.is_hidden_matrix)
-        return self.dense_layers * dense + self.moe_layers * moe
+            each = weights.elements(one for one in expert if one.is_hidden_matrix)
+            found += self.moe_layers * self.moe.experts * each
+        return found
 
     @property
     def active_parameters(self) -> int:
@@ -295,6 +333,14 @@ def _problems(model: Model) -> Iterator[str]:
         )
     if model.rotary_dim is not None and model.rotary_dim > model.head_dim:
         yield f"model.rotary_dim is {model.rotary_dim} but a head has only head_dim = {model.head_dim}: try {model.head_dim}"
+    if ("linear" in model.attention_pattern) != (model.linear_attention is not None):
+        other = "is missing" if model.linear_attention is None else "is given"
+        yield (
+            f"model.attention_pattern is {list(model.attention_pattern)} but linear_attention {other}: give linear layers and "
+            "their heads, or neither"
+        )
+    if model.attention_gate and model.mla:
+        yield "model.attention_gate is true but mla has no such projection: try false"
     if model.attention_pattern and ("local" in model.attention_pattern) != (model.sliding_window is not None):
         other = "is missing" if model.sliding_window is None else f"is {model.sliding_window}"
         yield (

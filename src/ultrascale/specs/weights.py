@@ -57,13 +57,34 @@ def attention(model: Model) -> list[WeightShape]:
         return _latent_attention(model) + bias
     q, kv = (model.q_dim, "rows"), (model.kv_dim, "kv rows")
     weights = [WeightShape(rows, h, cut) for rows, cut in (q, kv, kv)] + [WeightShape(h, model.q_dim, "width")]
+    if model.attention_gate:
+        weights.append(WeightShape(model.q_dim, h, "rows"))
     if model.qkv_bias:
         weights += [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv, kv)]
+        weights += [WeightShape(model.q_dim, 1, "rows", matmul=False)] * model.attention_gate
     if model.attention_sinks:
         weights.append(WeightShape(model.heads, 1, "rows", matmul=False))
     if model.qk_norm and model.qk_norm_over == "all":
         return weights + [WeightShape(rows, 1, cut, matmul=False) for rows, cut in (q, kv)] + bias
     return weights + [WeightShape(model.head_dim, matmul=False, partial=True)] * (2 * model.qk_norm) + bias
+
+
+def linear_attention(model: Model) -> list[WeightShape]:
+    """Of a layer with linear attention: projections of queries, keys, values, their gate, step size and decay; convolutions;
+    a decay and its bias for each value head, and the norm of each.
+    """
+    linear, h = model.linear_attention, model.hidden
+    if linear is None:
+        return []
+    convolved = (linear.key_dim, linear.key_dim, linear.value_dim)
+    projections = (*convolved, linear.value_dim, linear.value_heads, linear.value_heads)
+    return [
+        *(WeightShape(rows, h, "rows") for rows in projections),
+        *(WeightShape(rows, linear.conv_kernel, "rows", matmul=False) for rows in convolved),
+        *[WeightShape(linear.value_heads, 1, "rows", matmul=False)] * 2,
+        WeightShape(linear.value_head_dim, matmul=False, partial=True),
+        WeightShape(h, linear.value_dim, "width"),
+    ]
 
 
 def _latent_attention(model: Model) -> list[WeightShape]:
@@ -129,9 +150,9 @@ def adapters(model: Model, rank: int, everywhere: bool, joint: bool) -> list[Wei
     return found
 
 
-def layer_weights(model: Model, moe: bool) -> list[WeightShape]:
-    """Of one layer, routed experts left out."""
-    trunk = [*attention(model), *norms(model)]
+def layer_weights(model: Model, moe: bool, linear: bool = False) -> list[WeightShape]:
+    """Of one layer, routed experts left out; `linear`: it has linear attention."""
+    trunk = [*(linear_attention(model) if linear else attention(model)), *norms(model)]
     return [*trunk, *(router(model) + shared_expert(model) if moe else mlp(model, model.ffn))]
 
 

@@ -50,6 +50,11 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
             "sequences: try cp=1 or train.document_mask=false"
         )
+    if training.document_mask and job.model.linear_layers:
+        yield (
+            "train.document_mask is true but states of linear attention go on from document to document: try "
+            "train.document_mask=false"
+        )
     if training.tp_chunks > 1 and layout.tp > 1 and layout.sequence_parallel:
         yield from _chunk_problems(training.tp_chunks, layout.mbs, job.seq // layout.cp // layout.tp)
     yield from _expert_problems(job, layout, training)

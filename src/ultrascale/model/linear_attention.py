@@ -1,0 +1,140 @@
+"""Linear attention by the gated delta rule (Gated DeltaNet, Yang et al. 2024): a state per head in place of keys and values.
+
+A head's state S [dk, dv] decays with each token, and what it answers to the token's key moves towards the token's value:
+S ← decay · S + k ⊗ step · (v − kᵀ(decay · S)); the output is qᵀS. Chunks of tokens are computed by GEMMs, and each hands its
+state to the next.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ultrascale.model.operators import RMSNorm, at_least_fp32
+from ultrascale.model.rotary import Rope
+from ultrascale.model.self_attention import Mask, MultiLinear
+from ultrascale.specs.blocks import LinearAttention
+from ultrascale.specs.model import Model
+
+CHUNK = 64  # tokens
+NORM_EPS = 1e-6  # of queries and keys, which are scaled to length one
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel over a few tokens, then SiLU, of queries, keys and values: each [b, s, channels]."""
+
+    def __init__(self, linear: LinearAttention) -> None:
+        super().__init__()
+        for name, channels in (("q", linear.key_dim), ("k", linear.key_dim), ("v", linear.value_dim)):
+            self.register_parameter(name, nn.Parameter(torch.empty(channels, 1, linear.conv_kernel)))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._convolve(x, weight) for x, weight in zip(inputs, self.parameters(), strict=True))
+
+    @staticmethod
+    def _convolve(x: Tensor, weight: Tensor) -> Tensor:
+        padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+        return F.silu(F.conv1d(padded, weight.to(x.dtype), groups=len(weight))).transpose(1, 2)
+
+
+class GatedDeltaNet(nn.Module):
+    """x [b, s, hidden] -> [b, s, hidden]; positions come from the order alone."""
+
+    def __init__(self, model: Model, linear: LinearAttention) -> None:
+        super().__init__()
+        self.key_head_dim, self.value_head_dim = linear.key_head_dim, linear.value_head_dim
+        outputs = {
+            "q": linear.key_dim,
+            "k": linear.key_dim,
+            "v": linear.value_dim,
+            "gate": linear.value_dim,
+            "step": linear.value_heads,
+            "decay": linear.value_heads,
+        }
+        self.inputs = MultiLinear(model.hidden, outputs, bias=False)
+        self.conv = ShortConvolution(linear)
+        self.log_decay = nn.Parameter(torch.empty(linear.value_heads))
+        self.decay_bias = nn.Parameter(torch.empty(linear.value_heads))
+        self.core = GatedDeltaRule()
+        self.output_norm = RMSNorm(linear.value_head_dim, model.norm_eps)
+        self.out = nn.Linear(linear.value_dim, model.hidden, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope | None = None, bias: Mask | None = None) -> Tensor:
+        q, k, v, gate, step, decay = self.inputs(x)
+        q, k, v = self.conv(q, k, v)
+        q, k = (one.unflatten(-1, (-1, self.key_head_dim)) for one in (q, k))
+        v, gate = (one.unflatten(-1, (-1, self.value_head_dim)) for one in (v, gate))
+        rate = at_least_fp32(self.log_decay).exp()
+        log_decay = -rate * F.softplus(at_least_fp32(decay) + at_least_fp32(self.decay_bias))
+        heads = self.core(q, k, v, log_decay, at_least_fp32(step).sigmoid())
+        gated = self.output_norm(heads) * F.silu(gate)
+        out: Tensor = self.out(gated.flatten(-2))
+        return out
+
+
+class GatedDeltaRule(nn.Module):
+    """q, k [b, s, key heads, dk], v [b, s, value heads, dv], log_decay and step [b, s, value heads] -> like v.
+
+    Computed in fp32: the inverse of a chunk's triangular system loses half precision.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor) -> Tensor:
+        return gated_delta_rule(q, k, v, log_decay, step)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor, chunk: int = CHUNK) -> Tensor:
+    repeats, length = v.shape[2] // q.shape[2], q.shape[1]
+    unit_q, unit_k = (_unit(one).repeat_interleave(repeats, 2) for one in (q, k))
+    pad = -length % chunk
+    # [b, heads, chunks, chunk, …]; padding has step 0 and decay 1, which change no state.
+    q, k, values = (_chunks(one, pad, chunk) for one in (unit_q * q.shape[-1] ** -0.5, unit_k, at_least_fp32(v)))
+    steps, logs = (_chunks(one.unsqueeze(-1), pad, chunk) for one in (step, log_decay))
+
+    total = logs.squeeze(-1).cumsum(-1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+    stepped = k * steps
+    # Each token's value depends on those before it in the chunk: a unit triangular system.
+    system = (stepped @ k.mT) * between
+    moved = torch.linalg.solve_triangular(
+        system, torch.cat((values * steps, stepped * total.exp().unsqueeze(-1)), -1), upper=False, unitriangular=True
+    )
+    new_values, old_keys = moved.split((values.shape[-1], k.shape[-1]), -1)
+    scores = (q @ k.mT) * between
+    queries = q * total.exp().unsqueeze(-1)
+    keys = k * (total[..., -1:] - total).exp().unsqueeze(-1)
+    left = total[..., -1].exp()[..., None, None]
+
+    state = values.new_zeros(*values.shape[:2], k.shape[-1], values.shape[-1])
+    outputs = []
+    for index in range(values.shape[2]):
+        written = new_values[:, :, index] - old_keys[:, :, index] @ state
+        outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ written)
+        state = state * left[:, :, index] + keys[:, :, index].mT @ written
+    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2).to(v.dtype)
+
+
+def initialize(name: str, out: Tensor, generator: torch.Generator) -> Tensor:
+    """Initial values of a layer's convolutions and decays: a state's half-life is between a token and some hundred."""
+    if ".conv." in name:
+        return out.uniform_(-1, 1, generator=generator) * out.shape[-1] ** -0.5
+    if name.endswith("log_decay"):
+        return out.uniform_(1, 16, generator=generator).log_()
+    step = out.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+    return step + torch.log(-torch.expm1(-step))  # whose softplus is the step
+
+
+def is_initialized_here(name: str) -> bool:
+    return ".attention.conv." in name or name.endswith((".log_decay", ".decay_bias"))
+
+
+def _unit(x: Tensor) -> Tensor:
+    wide = at_least_fp32(x)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _chunks(x: Tensor, pad: int, chunk: int) -> Tensor:
+    """[b, s, heads, n] -> [b, heads, chunks, chunk, n]."""
+    return F.pad(x.transpose(1, 2), (0, 0, 0, pad)).unflatten(2, (-1, chunk))
