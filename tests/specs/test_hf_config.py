@@ -124,6 +124,7 @@ FAMILY = {
     "qwen2-57b": "qwen2_moe",
     "qwen1.5": "qwen2",
     "qwen2": "qwen2",
+    "qwen3-next": "qwen3_next",
     "qwen3-30b": "qwen3_moe",
     "qwen3-235b": "qwen3_moe",
     "qwen3-coder": "qwen3_moe",

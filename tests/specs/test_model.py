@@ -184,6 +184,8 @@ PUBLISHED = {
     "glm-4.5-air": 110_468_824_832 - glm_mtp(4096, 128, 1408, 0) - 2 * 151_552 * 4096,
     "glm-4.5": 358_337_791_296 - glm_mtp(5120, 160, 1536, 2 * 128) - 2 * 151_552 * 5120,
     "glm-4.6": 356_785_898_816 - glm_mtp(5120, 160, 1536, 2 * 128),
+    # As transformers builds it, which leaves the checkpoint's multi-token-prediction module out.
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 

@@ -34,7 +34,7 @@ def test_names_and_sources_are_of_one_form() -> None:
             assert re.match(r"huggingface\.co/[\w.-]+/[\w.-]+ config\.json", model.source), name
 
 
-@pytest.mark.quick_cases(*FIRST_OF_FAMILY, "exaone-4.0-1.2b", "minimax-m2")
+@pytest.mark.quick_cases(*FIRST_OF_FAMILY, "qwen3-next-80b-a3b", "exaone-4.0-1.2b", "minimax-m2")
 @pytest.mark.parametrize("name", PRESETS)
 def test_transformers_builds_the_same_total(name: str) -> None:
     config = config_of(PRESETS[name], "bf16")
@@ -69,6 +69,13 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen1.5-moe-a2.7b": (
         "qwen2_moe",
         {"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3-next-80b-a3b": (
+        "qwen3_next",
+        {
+            "max_position_embeddings": 262144,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
     ),
     "glm-4.5-air": (
         "glm4_moe",
