@@ -20,7 +20,7 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.gpu import GPU
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout, field_value
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import LIST_PRESETS, Model
 from ultrascale.specs.validate import build
 
 LONGEST = 20_000  # characters of one field: a config.json has some thousand
@@ -67,7 +67,7 @@ class PlannerQuery:
             return pasted(self.shape)
         presets = Model.presets()
         if self.model not in presets:
-            raise SpecError(f"model is '{self.model:.60}': {nearest(self.model, list(presets))}")
+            raise SpecError(f"model is '{self.model:.60}': {nearest(self.model, presets, LIST_PRESETS)}")
         return presets[self.model]
 
     def the_cluster(self) -> Cluster:
