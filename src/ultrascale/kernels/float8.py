@@ -17,6 +17,7 @@ from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, 
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.model.latent_attention import LatentAttention
+from ultrascale.model.linear_attention import GatedDeltaNet
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.self_attention import MultiLinear
 from ultrascale.model.transformer import IGNORE_INDEX, MLP, Head, Transformer
@@ -64,7 +65,11 @@ def apply(
             model.blocks[index] = fused_block(block)
             continue
         attention = block.attention
-        for multi_linear in (attention.q_up, attention.kv_up) if isinstance(attention, LatentAttention) else (attention.qkv,):
+        if isinstance(attention, LatentAttention):
+            multi_linears = [attention.q_up, attention.kv_up]
+        else:
+            multi_linears = [attention.inputs if isinstance(attention, GatedDeltaNet) else attention.qkv]
+        for multi_linear in multi_linears:
             _multi_linear(multi_linear, gemms)
         block.attention.out = _linear(block.attention.out, gemms)
         mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
