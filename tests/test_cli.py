@@ -240,6 +240,8 @@ def test_presets_list_models_gpus_and_clusters(run: Run) -> None:
     for word in ("llama-3-8b", "8,030,261,248", "h100", "'8x8 h100'", "efficiency: {matmul: 0.95}"):
         assert word in out
     assert "…" not in out
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[lines.index("yi") + 1].startswith("yi-6b ")
     found = json.loads(run("presets", "--json")[1])
     assert found["models"]["llama-3-8b"]["parameters"] == 8_030_261_248
     assert found["gpus"]["h100"]["sources"]

@@ -151,6 +151,7 @@ def outputs() -> dict[str, Callable[[Console], object]]:
         "largest": lambda console: explain.show_largest(console, best, largest(best, "mbs")),
         "presets": lambda console: presets.show_presets(console, None),
         "a preset": lambda console: presets.show_presets(console, "h100"),
+        "a model": lambda console: presets.show_presets(console, "qwen3-next-80b-a3b"),
         "a row": lambda console: accuracy.show_row(console, rows[0]),
         "accuracy": lambda console: accuracy.show(console, rows, rows, "source", 5),
         **measured_outputs(),

@@ -140,6 +140,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**SHAPE, "head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "ernie4_5": ("ernie4_5", {**SHAPE, "head_dim": 8, "use_bias": True}),
     "exaone4": ("exaone4", {**SHAPE, "sliding_window": 6}),
+    "exaone4, all full": ("exaone4", {**SHAPE, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone4, all full, not rotated": ("exaone4", {**SHAPE, "layer_types": ["full_attention"] * 4}),
     "gpt_oss": (
         "gpt_oss",
         {

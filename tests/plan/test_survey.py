@@ -40,6 +40,15 @@ def test_neighbours_are_of_the_jobs_kind() -> None:
     assert all(Model.load(cell.model).moe for cell in cells)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "around"),
+    [("qwen3-8b", ["qwen3-4b-2507", "qwen3-8b", "qwen3-32b"]), ("phi-4", ["phi-3-mini", "phi-4", "exaone-4.0-32b"])],
+)
+def test_neighbours_are_of_the_models_family_before_others(model: str, around: list[str]) -> None:
+    assert list(dict.fromkeys(cell.model for cell in heat_map_around(make_job(model, "8xh100")))) == around
+
+
 def test_a_neighbour_with_too_few_positions_has_no_plan() -> None:
     long = Model.load("gpt3-2.7b").model_copy(update={"name": "gpt-long", "max_positions": 8192})
     cells = heat_map_around(make_job("gpt3-2.7b", "8xh100").changed(model=long, seq=8192))

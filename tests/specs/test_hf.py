@@ -30,6 +30,14 @@ def config(family: str, layers: int, hidden: int, heads: int, kv: int, ffn: int,
 QWEN3_MOE = {"head_dim": 128, "num_experts_per_tok": 8, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}
 
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_2 = {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}
 QWEN = {"rope_theta": 1000000, "rms_norm_eps": 1e-06}
@@ -80,6 +88,7 @@ CONFIGS: dict[str, Config] = {
         first_k_dense_replace=1,
         scoring_func="softmax",
         topk_method="greedy",
+        rope_scaling={**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     "deepseek-v3": config(
         "deepseek_v3",
@@ -99,6 +108,7 @@ CONFIGS: dict[str, Config] = {
         scoring_func="sigmoid",
         topk_method="noaux_tc",
         num_nextn_predict_layers=1,
+        rope_scaling={**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "smollm3-3b": config("smollm3", 36, 2048, 16, 4, 11008, 128256, use_sliding_window=False, rope_theta=5000000.0),
 }

@@ -15,6 +15,15 @@ from ultrascale.specs.model import Model, _preset_index
 from ultrascale.specs.validate import build
 from ultrascale.specs.weights import elements
 
+
+def glm_mtp(h: int, experts: int, ffn: int, qk_norms: int) -> int:
+    """The module of GLM-4.5 that predicts a second token: attention with 96 heads of 128 and 8 of keys and values, biases on
+    them, a router with its bias, experts with one shared, two norms; then the projection of two hidden states and three norms.
+    """
+    attention = 2 * h * 12_288 + 2 * h * 1024 + 12_288 + 2 * 1024 + qk_norms
+    return attention + experts * (h + 1) + (experts + 1) * 3 * h * ffn + 2 * h + 2 * h * h + 3 * h
+
+
 # Totals of the published checkpoints, tied matrices once.
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -63,6 +72,120 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "command-r-35b": 34_980_831_232,
+    "command-r-08-2024": 32_296_476_672,
+    "aya-23-8b": 8_028_033_024,
+    "deepseek-llm-7b": 6_910_365_696,
+    "deepseek-llm-67b": 67_425_001_472,
+    "deepseek-coder-1.3b": 1_346_471_936,
+    "deepseek-coder-6.7b": 6_740_512_768,
+    "deepseek-coder-33b": 33_342_991_360,
+    "falcon3-1b": 1_669_408_768,
+    "falcon3-3b": 3_227_655_168,
+    "falcon3-7b": 7_455_550_464,
+    "falcon3-10b": 10_305_653_760,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "glm-4-9b": 9_399_951_360,
+    "glm-4-9b-0414": 9_400_279_040,
+    "glm-4-32b-0414": 32_566_081_536,
+    "cerebras-gpt-111m": 111_050_496,
+    "cerebras-gpt-256m": 255_977_024,
+    "cerebras-gpt-590m": 590_310_912,
+    "cerebras-gpt-1.3b": 1_315_723_264,
+    "cerebras-gpt-2.7b": 2_651_553_280,
+    "cerebras-gpt-6.7b": 6_658_404_352,
+    "cerebras-gpt-13b": 12_853_386_240,
+    "granite-3.0-2b": 2_533_531_648,
+    "granite-3.0-8b": 8_170_848_256,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
+    "granite-3.0-1b-a400m": 1_334_628_352,
+    "granite-3.0-3b-a800m": 3_298_793_472,
+    "kimi-k2": 1_026_408_232_448,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "codellama-7b": 6_738_546_688,
+    "codellama-13b": 13_016_028_160,
+    "codellama-34b": 33_743_970_304,
+    "codellama-70b": 68_976_910_336,
+    "tinyllama-1.1b": 1_100_048_384,
+    "openllama-3b": 3_426_473_600,
+    "sheared-llama-1.3b": 1_345_423_360,
+    "solar-10.7b": 10_731_524_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-22b": 22_247_282_688,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-123b": 122_610_069_504,
+    "minitron-4b": 4_190_509_056,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "olmoe-1b-7b": 6_919_161_856,
+    "stablelm-3b": 2_795_443_200,
+    "stablelm-2-1.6b": 1_644_515_328,
+    "seed-oss-36b": 36_151_104_512,
+    "ernie-4.5-0.3b": 360_748_032,
+    "exaone-4.0-1.2b": 1_279_391_488,
+    "exaone-4.0-32b": 32_003_216_384,
+    "minimax-m2": 228_689_764_864,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+    "qwen2-0.5b": 494_032_768,
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-1.8b": 1_836_828_672,
+    "qwen1.5-7b": 7_721_324_544,
+    "qwen1.5-14b": 14_167_290_880,
+    "qwen1.5-32b": 32_512_218_112,
+    "qwen1.5-72b": 72_287_920_128,
+    "qwen1.5-110b": 111_209_914_368,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "qwen3-4b-2507": 4_022_468_096,
+    "qwen3-30b-a3b-2507": 30_532_122_624,
+    "qwen3-235b-a22b-2507": 235_093_634_560,
+    "qwen3-coder-30b-a3b": 30_532_122_624,
+    "qwen3-coder-480b-a35b": 480_154_875_392,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+    "yi-6b": 6_061_035_520,
+    "yi-34b": 34_388_917_248,
+    "yi-1.5-6b": 6_061_035_520,
+    "yi-1.5-9b": 8_829_407_232,
+    "yi-1.5-34b": 34_388_917_248,
+    # Checkpoints less their vision tower (27 layers of 1152, 4,096 patches of 14 × 14) and its projection with a norm.
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
+    "gemma-3-12b": 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
+    # Checkpoints less their multi-token-prediction module: a layer with experts, a projection of two hidden states and three
+    # norms; GLM-4.5's also has an embedding and a head.
+    "glm-4.5-air": 110_468_824_832 - glm_mtp(4096, 128, 1408, 0) - 2 * 151_552 * 4096,
+    "glm-4.5": 358_337_791_296 - glm_mtp(5120, 160, 1536, 2 * 128) - 2 * 151_552 * 5120,
+    "glm-4.6": 356_785_898_816 - glm_mtp(5120, 160, 1536, 2 * 128),
+    # As transformers builds it, which leaves the checkpoint's multi-token-prediction module out.
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 
@@ -88,6 +211,7 @@ BY_HAND = {
     "nemotron-8b": 32 * (12 * 4096**2 + 4 * 4096) + 2 * 256_000 * 4096 + 2 * 4096,
     "nemotron-22b": 40 * (12 * 6144**2 + 4 * 6144) + 2 * 256_000 * 6144 + 2 * 6144,
     "nemotron-340b": 96 * (18432**2 * (2 + 2 / 12 + 8) + 4 * 18432) + 2 * 256_000 * 18432 + 2 * 18432,
+    "nemotron-15b": 32 * (2 * 6144**2 + 2 * 6144 * 1024 + 2 * 6144 * 24576 + 4 * 6144) + 2 * 256_000 * 6144 + 2 * 6144,
     # MLA: q 2048·16·192, latent 2048·576 + 512, up 512·16·256, out 2048·2048; 64 experts and 2 shared of 3·2048·1408.
     "moonlight-16b-a3b": 27 * (2048 * 3072 + 2048 * 576 + 512 + 512 * 4096 + 2048 * 2048 + 2 * 2048)
     + 3 * 2048 * 11264
@@ -137,8 +261,11 @@ def test_active_parameters_of_deepseek_v3_by_hand() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLISHED | BY_HAND))
 def test_groups_add_up(name: str) -> None:
     model = Model.load(name)
-    layers = model.dense_layers * elements(weights.layer_weights(model, moe=False))
-    layers += model.moe_layers * (elements(weights.layer_weights(model, moe=True)) + weights.router_bias(model))
+    layers = sum(
+        elements(weights.layer_weights(model, model.is_moe_layer(index), model.is_linear(index)))
+        for index in range(model.layers)
+    )
+    layers += model.moe_layers * weights.router_bias(model)
     experts = model.moe_layers * (model.moe.experts if model.moe else 0) * model.expert_parameters
     head = 0 if model.tied_embeddings else model.vocab * model.hidden
     ends = elements(weights.embedding(model)) + head + weights.norm(model).elements
@@ -253,6 +380,8 @@ def test_load_reads_yaml_and_hf_files(tmp_path: Path) -> None:
     [
         ("llama-3-8bb", "did you mean 'llama-3-8b'"),
         ("meta-llama/Llama-3.1-8B", "did you mean 'llama-3.1-8b'"),
+        ("kimi", "did you mean 'kimi-k2'"),
+        ("zzz", "list presets with `ultrascale presets`"),
         ("", "neither a preset nor a file"),
         ("no-such.yaml", "model file no-such.yaml does not exist"),
         ("x" * 5000, "neither a preset nor a file"),

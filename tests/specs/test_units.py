@@ -93,6 +93,7 @@ def test_formatted_numbers_have_three_digits_and_a_unit() -> None:
     assert gib(3 * 2**30) == "3.00 GiB"
     assert (seconds(11.654), seconds(0.0123), seconds(4.2e-5), seconds(0)) == ("11.65 s", "12.3 ms", "42.0 µs", "0.00 s")
     assert (count(8.03e9), count(1.01e12), count(999), count(2e15)) == ("8.03 B", "1.01 T", "999", "2,000 T")
+    assert (count(999.4e6), count(999.9e6), count(-999.9e6)) == ("999 M", "1 B", "-1 B")
 
 
 @pytest.mark.parametrize(("text", "value"), [("30d", 30), ("12h", 0.5), ("2w", 14), (" 1.5 D ", 1.5)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,18 @@ def searched(gpus: int) -> LayoutConstraints:
 
 
 def heat_map_around(job: Job, say: Progress = lambda _: None) -> tuple[HeatmapCell, ...]:
-    """The heat map about a job: its model between one half its size or smaller and one twice it or larger, on a quarter of its
-    nodes to four times as many; without the sizes in between on a large cluster."""
+    """The heat map about a job: its model between one half its size or smaller and one twice it or larger, of its family where
+    that has one, on a quarter of its nodes to four times as many; without the sizes in between on a large cluster."""
     own, here = job.model, job.cluster.nodes
-    alike = (one for one in Model.presets().values() if (one.moe is None, one.positions) == (own.moe is None, own.positions))
-    others = sorted(alike, key=lambda model: model.parameters)
-    smaller = [model for model in others if 2 * model.parameters <= own.parameters][-1:]
-    larger = [model for model in others if model.parameters >= 2 * own.parameters][:1]
+
+    def alike(models: Mapping[str, Model]) -> list[Model]:
+        found = (one for one in models.values() if (one.moe is None, one.positions) == (own.moe is None, own.positions))
+        return sorted(found, key=lambda model: model.parameters)
+
+    family = alike(next((members for members in Model.preset_families().values() if own.name in members), {}))
+    others = alike(Model.presets())
+    smaller = [model for model in (*others, *family) if 2 * model.parameters <= own.parameters][-1:]
+    larger = [model for model in (*family, *others) if model.parameters >= 2 * own.parameters][:1]
     factors = (1 / 4, 1, 4) if job.cluster.gpus > LARGE_CLUSTER_GPUS else (1 / 4, 1 / 2, 1, 2, 4)
     nodes = sorted({max(1, int(factor * here)) for factor in factors})
     rest = {name: value for name, value in job if name not in ("model", "cluster", "seq", "batch_tokens")}

@@ -6,11 +6,12 @@ import os
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from ultrascale.show.lines import NARROW, attributes, table
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.gpu import GPU
-from ultrascale.specs.model import Model
+from ultrascale.specs.model import LIST_PRESETS, Model
 from ultrascale.specs.units import count
 
 MEASURED_ON = "kernels measured on"
@@ -20,23 +21,7 @@ def show_presets(console: Console, name: str | None) -> None:
     if name is not None:
         show_one(console, name)
         return
-    size = "{:,}".format if console.width >= NARROW else count
-    columns = ("name", "parameters", "active", "layers", "hidden", "heads / kv", "ffn", "vocab", "experts")
-    models = table("Models", *columns, no_wrap=console.width >= NARROW)
-    for key, model in Model.presets().items():
-        experts = f"{model.moe.experts} top {model.moe.top_k}" if model.moe else "–"
-        models.add_row(
-            key,
-            size(model.parameters),
-            size(model.active_parameters) if model.moe else "–",
-            str(model.layers),
-            f"{model.hidden:,}",
-            f"{model.heads} / {model.kv_heads}",
-            f"{model.ffn:,}" if model.dense_layers else f"{model.moe.expert_ffn:,} each" if model.moe else "–",
-            f"{model.vocab:,}",
-            experts,
-        )
-    console.print(models)
+    show_models(console)
     columns = ("name", "GiB", "bf16 TFLOP/s", "fp8 TFLOP/s", "HBM GB/s", "link GB/s", "domain", "network GB/s", MEASURED_ON)
     title = "GPU kinds (per GPU; bandwidths per direction)"
     gpus = table(title, *columns, left=("name", MEASURED_ON), no_wrap=console.width >= NARROW)
@@ -58,6 +43,30 @@ def show_presets(console: Console, name: str | None) -> None:
     console.print("Sources of every number: ultrascale presets NAME, such as `ultrascale presets h100`.")
 
 
+def show_models(console: Console) -> None:
+    """One table, the models of a family under a row with its name; on a narrow terminal rounded, and without widths of MLPs."""
+    wide = console.width >= NARROW
+    size = "{:,}".format if wide else count
+    columns = ["name", "parameters", "active", "layers", "hidden", "heads/kv", *(["ffn", "vocab"] if wide else []), "experts"]
+    models = table("Models", *columns, no_wrap=True)
+    for family, members in Model.preset_families().items():
+        models.add_section()
+        models.add_row(Text(family, style="bold"))
+        for name, model in members.items():
+            ffn = f"{model.ffn:,}" if model.dense_layers else f"{model.moe.expert_ffn:,} each" if model.moe else "–"
+            models.add_row(
+                name,
+                size(model.parameters),
+                size(model.active_parameters) if model.moe else "–",
+                str(model.layers),
+                f"{model.hidden:,}",
+                f"{model.heads}/{model.kv_heads}",
+                *([ffn, f"{model.vocab:,}"] if wide else []),
+                f"{model.moe.experts} top {model.moe.top_k}" if model.moe else "–",
+            )
+    console.print(models)
+
+
 CLUSTER_EXAMPLE = """  gpu: h100                      # or a mapping: {kind: h100, memory_gib: 94}
   nodes: 8
   gpus_per_node: 8
@@ -76,7 +85,7 @@ def _find(name: str) -> GPU | Model:
     """A GPU kind, a model preset or a model file of that name."""
     if name.strip().lower() in GPU.preset_names():
         return GPU.load(name)
-    hint = nearest(name.lower(), [*GPU.preset_names(), *Model.preset_names()])
+    hint = nearest(name.lower(), [*GPU.preset_names(), *Model.preset_names()], LIST_PRESETS)
     if name.strip().lower() not in Model.preset_names() and not os.path.exists(name):
         raise SpecError(f"'{name}' is neither a model nor a GPU kind: {hint}")
     return Model.load(name)

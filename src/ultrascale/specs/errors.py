@@ -17,13 +17,13 @@ class RunError(RuntimeError):
     """A run that cannot continue, explained in one sentence: no traceback would add to it. Exit code 1."""
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint that names the closest known words: `did you mean 'tp'?`, or the whole list when nothing is close."""
+def nearest(given: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """A hint that names the closest known words: `did you mean 'tp'?`; when nothing is close, `otherwise` or the whole list."""
     known = sorted(known)
     close = get_close_matches(given, known, n=2, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(f"'{word}'" for word in close) + "?"
-    return "known: " + ", ".join(known)
+    return otherwise or "known: " + ", ".join(known)
 
 
 def divisors(number: int) -> list[int]:

@@ -196,6 +196,8 @@ class LayerTypes:
     """of the family's class; 0: null is none"""
     rotates_local_only: bool = False
     """layers with full attention have no positions (Cohere 2)"""
+    rotates_without_window: bool = False
+    """where there is no window, they have (EXAONE 4)"""
     switch: str = ""
     """a key that switches the window on"""
 
@@ -219,14 +221,17 @@ class LayerTypes:
             fields["sliding_window"] = checked({"sliding_window": window}, "sliding_window", "count")
             if not all(local):
                 fields["attention_pattern"] = shortest_cycle(["local" if one else "full" for one in local])
-        if self.rotates_local_only and not all(local):
+        if self.rotates_local_only and not all(local) and not (self.rotates_without_window and window is None):
             fields["rope_pattern"] = shortest_cycle(local)
         return fields
 
     def write(self, model: Model) -> dict[str, Any]:
         words = ["full_attention" if model.window(layer) is None else "sliding_attention" for layer in range(model.layers)]
         # Some classes of transformers make the mask of a window that no layer has.
-        found = {"layer_types": words, "sliding_window": model.sliding_window or self.window}
+        window = model.sliding_window
+        if window is None and not (self.rotates_without_window and model.rotates(0)):
+            window = self.window
+        found = {"layer_types": words, "sliding_window": window}
         return found | ({self.switch: model.sliding_window is not None} if self.switch else {})
 
 

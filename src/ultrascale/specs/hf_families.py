@@ -529,7 +529,11 @@ FAMILIES: dict[str, HFFamily] = {
     "exaone4": HFFamily(
         "Exaone4ForCausalLM",
         "Exaone4DecoderLayer",
-        (*_common(eps=("rms_norm_eps", 1e-5), kv_heads=32), FFN, _alternating(4, rotates_local_only=True)),
+        (
+            *_common(eps=("rms_norm_eps", 1e-5), kv_heads=32),
+            FFN,
+            _alternating(4, rotates_local_only=True, rotates_without_window=True),
+        ),
         {"norm_placement": "post", "qk_norm": True},
     ),
     "minimax_m2": HFFamily(

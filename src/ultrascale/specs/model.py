@@ -33,6 +33,7 @@ from ultrascale.specs.hf_families import FAMILIES, fields_from_hf
 from ultrascale.specs.hub import HubRepo, is_hub
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
+LIST_PRESETS = "list presets with `ultrascale presets`"
 AttentionKind = Literal["full", "local", "linear"]
 Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"]
 
@@ -149,7 +150,7 @@ class Model(FrozenSpec):
                 read_mapping(repo.download("config.json", needed=["config.json"]) / "config.json", "model"), repo.name
             )
         if isinstance(ref, str) and (preset := _preset_index().get(ref.strip().lower())):
-            return cls.presets()[preset]
+            return _preset(preset)
         path = Path(ref)
         # os.path answers False where pathlib would raise: a name too long, a folder that may not be read.
         if str(ref).strip() and os.path.isdir(path):
@@ -160,7 +161,7 @@ class Model(FrozenSpec):
             raise SpecError(f"model file {ref} does not exist: give one that does, or a preset such as llama-3-8b")
         elif not os.path.isfile(path):
             # 'meta-llama/Llama-3.1-8B' is close to a preset only in its last part.
-            hint = nearest(path.name.lower(), cls.preset_names())
+            hint = nearest(path.name.lower(), cls.preset_names(), LIST_PRESETS)
             raise SpecError(f"model '{ref}' is neither a preset nor a file (.yaml, config.json): {hint}")
         data = read_mapping(path, "model")
         if path.suffix.lower() == ".json":
@@ -175,7 +176,12 @@ class Model(FrozenSpec):
     @classmethod
     def presets(cls) -> dict[str, Model]:
         """Every shipped model by its own name, aliases left out. A fresh dict: callers may change theirs."""
-        return dict(_presets())
+        return {name: _preset(name) for family in _preset_families().values() for name in family}
+
+    @classmethod
+    def preset_families(cls) -> dict[str, dict[str, Model]]:
+        """The same by the family that names their file."""
+        return {family: {name: _preset(name) for name in members} for family, members in _preset_families().items()}
 
     @classmethod
     def preset_names(cls) -> list[str]:
@@ -393,18 +399,21 @@ def _rope_problems(model: Model, rope_type: RopeType) -> Iterator[str]:
 
 
 @cache
-def _presets() -> dict[str, Model]:
+def _preset_families() -> dict[str, dict[str, dict[str, Any]]]:
+    """Family -> name -> fields."""
     folder = files("ultrascale.specs") / "presets" / "models"
-    found: dict[str, Model] = {}
-    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if file.name.endswith(".yaml") and file.name != "aliases.yaml":
-            for name, fields in package_data("ultrascale.specs", f"presets/models/{file.name}").items():
-                found[name] = build(Model, {"name": name, **fields}, f"preset {name}")
-    return found
+    names = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return {name: package_data("ultrascale.specs", f"presets/models/{name}.yaml") for name in names if name != "aliases"}
+
+
+@cache
+def _preset(name: str) -> Model:
+    fields = next(members[name] for members in _preset_families().values() if name in members)
+    return build(Model, {"name": name, **fields}, f"preset {name}")
 
 
 @cache
 def _preset_index() -> dict[str, str]:
     """Every accepted lower-case name -> the preset's own name."""
     aliases = package_data("ultrascale.specs", "presets/models/aliases.yaml")
-    return {**{name: name for name in _presets()}, **aliases}
+    return {**{name: name for members in _preset_families().values() for name in members}, **aliases}

@@ -108,8 +108,8 @@ def seconds(value: float) -> str:
 def count(value: float) -> str:
     """`8.03 B`, `405.9 B`, `1.01 T`: parameters and tokens for reading, never for arithmetic."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g} {unit}" if value / limit < 1000 else f"{value / limit:,.0f} {unit}"
+        if abs(value) >= 0.9995 * limit:
+            return f"{value / limit:.3g} {unit}" if abs(value) < 999.5 * limit else f"{value / limit:,.0f} {unit}"
     return f"{value:g}"
 
 
