@@ -56,6 +56,8 @@ class CheckpointManager:
         self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
         self.saved: int | None = None
         """the step of the last complete checkpoint that this run wrote"""
+        self.reached_loss: float | None = None
+        """the loss that ends the run, of the final checkpoint"""
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copying = False
@@ -169,6 +171,7 @@ class CheckpointManager:
             good_steps=scale.good,
             checkpointing=self.settings,
             base=engine.base,
+            reached_loss=self.reached_loss,
         )
 
     @property

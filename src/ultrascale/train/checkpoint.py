@@ -65,8 +65,15 @@ class CheckpointState(BaseModel):
     checkpointing: Checkpointing = Checkpointing()
     base: Path | None = None
     """the checkpoint that has the frozen weights, where this one holds adapters alone; None: they are as initialized"""
+    reached_loss: float | None = None
+    """the loss that was low enough for train.stop_at_loss"""
     data: str | int | None = None
     """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
+
+    def reaches_goal(self, training: Training) -> bool:
+        """Whether train.stop_at_loss of a run that resumes has been reached."""
+        goal = training.stop_at_loss
+        return goal is not None and self.reached_loss is not None and self.reached_loss <= goal
 
 
 class Checkpoint(CheckpointState):
@@ -163,7 +170,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    data.setdefault("base", None)  # checkpoints of earlier versions
+    for name in ("base", "reached_loss"):  # checkpoints of earlier versions
+        data.setdefault(name, None)
     wanted = [*CheckpointState.model_fields, "files"]
     if missing := [name for name in wanted if name not in data]:
         raise SpecError(f"checkpoint's {MANIFEST} has no field '{missing[0]}': it was written by another version")

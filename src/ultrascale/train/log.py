@@ -175,6 +175,11 @@ class ProgressLine:
             self._stream.write(line + "\n")
         self._stream.flush()
 
+    def close(self) -> None:
+        """Ends the line of a run that ended before its last step."""
+        if self._terminal and self._recent and self._recent[-1][0] < self._total:
+            self._stream.write("\n")
+
     def _due(self, step: int, now: float) -> bool:
         assert self._first is not None
         if step == self._total:
@@ -297,6 +302,8 @@ class MetricsRecorder:
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
+        if self.progress is not None:
+            self.progress.close()
 
 
 def peak_bytes() -> int:

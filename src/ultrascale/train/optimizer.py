@@ -110,6 +110,13 @@ class Optimizer:
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         foreach_mul_([weight.gradient for weight in self.weights], factor)
 
+    def _clip_values(self, factor: float | torch.Tensor = 1.0) -> None:
+        """Limits each element of the gradients times `factor`; a NaN factor makes them NaN."""
+        if self.training.clip_value:
+            highest: Any = self.training.clip_value / factor
+            for weight in self.weights:
+                weight.gradient.clamp_(-highest, highest)
+
     def step(self, learning_rate: float, factor: float | torch.Tensor = 1.0) -> None:
         """One update with the gradients times `factor`: for the fused kernel a tensor, where NaN updates nothing."""
         if self.inner is None:
@@ -117,6 +124,7 @@ class Optimizer:
             return
         if factor != 1.0:
             self.scale_gradients(factor)
+        self._clip_values()
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
         if isinstance(self.inner, BF16AdamW):
@@ -163,6 +171,7 @@ class Optimizer:
     def _launch_fused_step(self) -> None:
         from ultrascale.kernels import adamw_triton
 
+        self._clip_values(self._step_inputs[0])
         training, weights = self.training, []
         for weight in self.weights:
             moments = self._states[weight.master]

@@ -389,6 +389,12 @@ def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
         raise SpecError(
             f"train.steps is {given.training.steps} but {source.folder} has done {step}: try --steps {max(2 * step, 100)}"
         )
+    if (loss := source.reached_loss) is not None and source.reaches_goal(given.training):
+        goal = given.training.stop_at_loss
+        raise SpecError(
+            f"train.stop_at_loss is {goal:g} and {source.folder} has reached it with {loss:.4g}: to go on, try "
+            f"train.stop_at_loss={0.9 * loss:.2g} or null"
+        )
     if given.job.adapter_rank is not None and before.adapter_rank is None:
         raise SpecError(
             f"job.adapter_rank is {given.job.adapter_rank} but {source.folder} was trained without adapters: begin a new run "
