@@ -57,14 +57,15 @@ def by_hand(family: str, training: Training, batch: int) -> tuple[list[float], l
         inputs, targets = batches.train(step, range(batch))
         logits = model(inputs, torch.arange(SEQ))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        z_loss = training.z_loss * logits.logsumexp(-1).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        (loss + z_loss).backward()
         norms.append(float(nn.utils.clip_grad_norm_(named.values(), training.clip or math.inf)))
         nn.utils.clip_grad_value_(named.values(), training.clip_value or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses += [float(loss.detach()), float(z_loss.detach())] if training.z_loss else [float(loss.detach())]
     return losses, norms, {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -77,9 +78,9 @@ def _weights(engine: Engine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_equals_plain_torch(family: str) -> None:
-    training = training_of(clip=0.3)
+@pytest.mark.parametrize(("family", "z_loss"), [*((family, 0.0) for family in FAMILIES), ("tied", 0.2)])
+def test_one_process_equals_plain_torch(family: str, z_loss: float) -> None:
+    training = training_of(clip=0.3, z_loss=z_loss)
     losses, norms, weights = by_hand(family, training, 4)
     done = _weights(engine_of(job_of(family), Layout(gas=2, mbs=2), training))
     assert done["result"].losses == pytest.approx(losses, rel=1e-6)

@@ -66,6 +66,8 @@ class StepRecord:
     eval_loss: float | None = None
     checkpoint_s: float | None = None
     """how long checkpoints have blocked training since the last row"""
+    z_loss: float | None = None
+    """with train.z_loss: what is added to the loss"""
     balance_loss: float | None = None
     """mean over sequences and MoE layers; 1 is perfectly balanced"""
     expert_load: tuple[float, ...] | None = None
@@ -284,6 +286,7 @@ class MetricsRecorder:
             loss_scale=loss_scale,
             eval_loss=eval_loss,
             checkpoint_s=checkpoint_s,
+            z_loss=result.z_loss,
             balance_loss=loads.balance_loss if loads else None,
             expert_load=loads.busiest if loads else None,
             expert_tokens=loads.per_expert if loads else None,
