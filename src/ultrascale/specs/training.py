@@ -65,6 +65,9 @@ class Training(FrozenSpec):
         0.95, ge=0, lt=1, strict=True, description="decay of the mean squared gradient (AdamW), of momentum (Lion)"
     )
     eps: float = Field(1e-8, gt=0, le=1, strict=True, description="Adam's term below the fraction")
+    ema_decay: float = Field(
+        0.999, ge=0, lt=1, strict=True, description="of the moving mean of weights that job.ema keeps, in each step"
+    )
     muon_momentum: float = Field(0.95, ge=0, lt=1, strict=True, description="Muon: Nesterov momentum of matrices")
     muon_scale: MuonScale = Field(
         "match_rms_adamw",

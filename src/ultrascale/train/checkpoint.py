@@ -18,7 +18,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import CHECKPOINTS, MANIFEST, STEP_FOLDER, step_folder, sync_folder
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import EMA, Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import job_from_mapping, job_to_mapping
 from ultrascale.specs.training import Training
@@ -94,15 +94,15 @@ class Checkpoint(CheckpointState):
 
         return ShardReader(self.folder, self.files).read_metadata().state_dict_metadata
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One whole parameter in fp32."""
+    def tensor(self, name: str, section: str = "model") -> torch.Tensor:
+        """One whole parameter, or one of its moments, in fp32."""
         import torch
 
         from ultrascale.train.dcp_io import TensorSlice, load
 
         shape = self.shapes()[name]
         whole = torch.empty(shape)
-        load({"model": {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.files, None)
+        load({section: {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.files, None)
         return whole
 
 
@@ -190,11 +190,21 @@ def base_of(adapters: Checkpoint) -> Checkpoint | None:
     return open_checkpoint(adapters.base)
 
 
-def merged(source: Checkpoint) -> tuple[Checkpoint, Callable[[str], torch.Tensor]]:
-    """The checkpoint that holds all weights, and each whole weight in fp32 with what adapters add to it."""
-    rank = source.job.adapter_rank
+def trained(source: Checkpoint, ema: bool) -> Callable[[str], torch.Tensor]:
+    """Each whole weight that the checkpoint holds in fp32, or its moving mean."""
+    if ema and EMA not in source.moments:
+        raise SpecError(f"{source.folder} holds no moving mean of its weights: leave --ema out, or train with job.ema=true")
+    return partial(source.tensor, section=f"optimizer.{EMA}") if ema else source.tensor
+
+
+def merged(source: Checkpoint, ema: bool = False) -> tuple[Checkpoint, Callable[[str], torch.Tensor]]:
+    """The checkpoint that holds all weights, and each whole weight in fp32 with what adapters add to it.
+
+    `ema`: the moving mean of what was trained.
+    """
+    own, rank = trained(source, ema), source.job.adapter_rank
     if rank is None:
-        return source, source.tensor
+        return source, own
     from ultrascale.model.adapters import adapted
 
     base, pairs = base_of(source), adapted(source.shapes())
@@ -204,7 +214,7 @@ def merged(source: Checkpoint) -> tuple[Checkpoint, Callable[[str], torch.Tensor
     def tensor(name: str) -> torch.Tensor:
         weight = base.tensor(name)
         if name in pairs:
-            down, up = map(source.tensor, pairs[name])
+            down, up = map(own, pairs[name])
             weight.addmm_(up, down, alpha=source.training.adapter_alpha / rank)
         return weight
 
@@ -315,8 +325,6 @@ def write_weights(
     tensor: Callable[[str], torch.Tensor],
 ) -> Path:
     """Writes a checkpoint of step 0 without optimizer states, one tensor in memory at a time."""
-    from functools import partial
-
     from ultrascale.train.dcp_io import TensorSlice, save
 
     begin(run)

@@ -175,6 +175,7 @@ class Engine:
             self.optimizer.step(rate, float(self._clip_factor(torch.tensor(length, dtype=torch.float64))))
         if self.balance is not None and self._loads is not None:
             self.balance.update_biases(self._loads)
+        self.optimizer.update_ema()
         self.scale.update(overflow=False)
         return result
 

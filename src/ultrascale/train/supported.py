@@ -90,6 +90,10 @@ def _optimizer_problems(job: Job, training: Training) -> Iterator[str]:
                 f"job.optimizer={optimizers[0]}"
             )
 
+    decay, default = training.ema_decay, Training.model_fields["ema_decay"].default
+    if decay != default and not job.ema:
+        yield f"train.ema_decay is {decay:g} but job.ema is false, so no mean of the weights is kept: try job.ema=true"
+
 
 def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
     moe, factor = job.model.moe, training.capacity_factor
