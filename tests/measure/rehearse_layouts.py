@@ -136,6 +136,8 @@ MODELS = {
 TWO = {"virtual_stages": 2}
 INTERLEAVED = {"schedule": "interleaved", **TWO}
 FAST: list[tuple[str, dict[str, Any]]] = [
+    ("gqa", {"dp": 2, "zero": 2, "gas": 2, "ema": True}),
+    ("tied", {"tp": 2, "pp": 2, "gas": 4, "ema": True}),
     ("gqa", {"gas": 3}),
     ("gqa", {"dp": 2}),
     ("gqa", {"recompute": "full", "gas": 4}),
@@ -419,6 +421,11 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("deep", {"pp": 2, "tp": 2, "gas": 6, "recompute": "full", "recompute_layers": 2, "schedule": "v-half", **TWO}),
     ("deep", {"pp": 2, "cp": 2, "gas": 4, "recompute": "full", "schedule": "zero-bubble"}),
     ("gqa", {"optimizer": "muon"}),
+    ("gqa", {"ema": True}),
+    ("gqa", {"gas": 2, "offload": "optimizer", "ema": True}),
+    ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2, "ema": True}),
+    ("gqa", {"dp": 2, "zero": 3, "gas": 2, "optimizer": "muon", "ema": True}),
+    ("moe", {"dp": 2, "ep": 2, "zero": 3, "gas": 2, "precision": "fp32", "ema": True}),
     ("gqa", {"dp": 2, "zero": 2, "gas": 2, "optimizer": "adamw-bf16"}),
     ("tied", {"tp": 2, "optimizer": "adamw-bf16"}),
     ("moe", {"pp": 2, "dp": 2, "ep": 2, "gas": 4, "optimizer": "lion"}),

@@ -287,7 +287,8 @@ def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:
     mixed: Array | int = compute_bytes(job) if has_master(job) else 0
     if job.framework.fused_blocks and job.optimizer == "adamw":
         mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half
-    return np.asarray(2 * g + 2 * 4 + 2 * state + mixed)
+    averaged = 4 if job.ema else 0  # the master once more: the mean follows after the step
+    return np.asarray(2 * g + 2 * 4 + 2 * state + mixed + averaged)
 
 
 def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:

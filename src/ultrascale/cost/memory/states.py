@@ -9,7 +9,7 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.specs import weights
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
 from ultrascale.specs.weights import WeightShape, embedding, mean_of_layers, mlp, norm, positions, router_bias, vocabulary
@@ -369,7 +369,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
         return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
-    spec = OPTIMIZERS[job.optimizer]
+    spec = job.optimizer_spec
     optimizer = sharded(spec.state_bytes, zero >= 1)
     if spec.matrices is not None:
         cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, expert_shards, 1)
