@@ -11,6 +11,7 @@ import pytest
 
 from builders import write_tokens
 from conftest import Run
+from ultrascale.launch import launcher
 from ultrascale.launch.launcher import Trainer
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
@@ -54,6 +55,46 @@ def test_a_run_resumes_in_its_folder(run: Run, copied: Path) -> None:
     assert checkpoint.latest(copied).step == 6
     assert len(checkpoint.complete(copied)) == 3
     assert checkpoint.latest(copied).checkpointing.every == 1  # as the run was begun
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_run_ends_at_its_loss(run: Run, tmp_path: Path, evaluating: bool) -> None:
+    out, every = tmp_path / "run", 2 if evaluating else 0
+    words = ("--seq", 32, "--nproc", 2, "train.lr=1e-2", "train.warmup_steps=0", "layout.tp=2", f"train.eval_every={every}")
+    ends = ("train.stop_at_loss=4.5", "checkpoint.every=1")
+    code, printed, err = run("train", "--model", "tiny", "--steps", 40, "--out", out, *words, *ends)
+    assert code == 0, err
+    kept = checkpoint.latest(out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row.get("eval_loss") if evaluating else row["loss"] for row in rows}
+    below = [step for step, loss in losses.items() if loss is not None and loss <= 4.5]
+    assert below == [kept.step] == [max(losses)]
+    assert 1 < kept.step < 40
+    which = "evaluation's loss" if evaluating else "loss"
+    line = f"ended after step {kept.step} of 40: the {which} is {losses[kept.step]:.4g}, at most train.stop_at_loss = 4.5"
+    assert f"{line}; checkpoint {kept.folder.name}" in printed
+    assert "difference" in printed  # it is measured like a run that is complete
+    code, _, err = run("train", "--resume", out)
+    assert code == 2
+    problem = f"train.stop_at_loss is 4.5 and {kept.folder} has reached it with {losses[kept.step]:.4g}: to go on, try "
+    assert problem in err.replace("\n", " ")
+    code, printed, err = run("train", "--resume", out, "--steps", kept.step + 1, "train.stop_at_loss=null")
+    assert code == 0, err
+    assert checkpoint.latest(out).step == kept.step + 1
+    assert checkpoint.latest(out).reached_loss is None
+
+
+def test_a_restart_of_a_run_that_has_reached_its_loss_does_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    words = ("--seq", 32, "--steps", 40, "--out", out, "train.stop_at_loss=100")
+    monkeypatch.setattr(launcher, "is_restart", lambda folder, rank_info: (folder / "checkpoints").exists())
+    for _ in range(2):
+        code, printed, err = run("train", "--model", "tiny", *words)
+        assert code == 0, err
+        assert "ended after step 1 of 40: the loss is 5." in printed
+        assert list(curve(out)) == [1]
 
 
 def test_resuming_with_another_layout_folder_and_step(run: Run, kept: Path, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
     code, printed, _ = run("train", "--model", "tiny", "--steps", 2, "--json", "--out", tmp_path / "run")
     assert code == 0
     output = json.loads(printed)
-    assert set(output) == {"folder", "layout", "predicted", "step", "stopped", "checkpoint", "measured"}
+    assert set(output) == {"folder", "layout", "predicted", "step", "stopped", "reached_loss", "checkpoint", "measured"}
     assert (output["step"], output["stopped"], Path(output["checkpoint"]).name) == (2, None, "step-000002")
     assert output["measured"]["processes"] == 1
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from conftest import Run
 from ultrascale.convert import ConversionResult, convert
 from ultrascale.model.hf_folder import HFFolder
 from ultrascale.specs import hf
@@ -70,6 +71,25 @@ def test_the_round_trip_is_bitwise_equal(theirs: Path, tmp_path: Path) -> None:
     assert (logits[0] - logits[1]).abs().max() <= 1e-5
     hidden = [path for folder in (tmp_path, run.parent) for path in folder.iterdir() if path.name.startswith(".")]
     assert not hidden
+
+
+def test_the_mean_of_a_runs_weights_is_written(run: Run, tmp_path: Path) -> None:
+    words = ("--seq", 32, "--steps", 3, "train.data=synthetic", "train.lr=1e-2", "train.warmup_steps=0", "train.ema_decay=0.5")
+    code, _, err = run("train", "--model", "tiny", "--out", tmp_path / "x", *words)
+    assert code == 2
+    assert "train.ema_decay is 0.5 but job.ema is false" in err
+    code, _, err = run("train", "--model", "tiny", "--out", tmp_path / "x", *words, "job.ema=true")
+    assert code == 0, err
+    for name, flags in (("last", ()), ("mean", ("--ema",))):
+        code, _, err = run("convert", tmp_path / "x", "hf", tmp_path / name, "--dtype", "fp32", *flags)
+        assert code == 0, err
+    source, mean = checkpoint.latest(tmp_path / "x"), weights(tmp_path / "mean")
+    name = "model.embed_tokens.weight"
+    assert torch.equal(mean[name], source.tensor("embed.tokens.weight", "optimizer.ema"))
+    assert not torch.equal(mean[name], weights(tmp_path / "last")[name])
+    code, _, err = run("convert", "hf", tmp_path / "mean", tmp_path / "y", "--ema")
+    assert code == 2
+    assert "--ema is about weights that are written out" in err
 
 
 def test_the_run_has_a_plan_and_a_checkpoint_of_no_steps(theirs: Path, tmp_path: Path) -> None:

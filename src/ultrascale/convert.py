@@ -45,24 +45,27 @@ def convert(
     tokenizer: Path | None = None,
     progress: Progress | None = None,
     gpu: bool = False,
+    ema: bool = False,
 ) -> ConversionResult:
     """`hf FOLDER RUN` reads Hugging Face weights, `RUN hf FOLDER` writes them, as `dtype` and with the tokenizer given, with
     adapters merged into them; `RUN peft FOLDER` writes adapters alone.
 
-    `gpu`: whether the run is made for a machine with a GPU.
+    `gpu`: whether the run is made for a machine with a GPU. `ema`: write the moving mean of the weights.
     """
     given = list(words)
     if len(given) == 3 and given[1] == PEFT and all(word.strip() for word in given):
-        return to_peft(Path(given[0]), Path(given[2]))
+        return to_peft(Path(given[0]), Path(given[2]), ema)
     if len(given) != 3 or given.count(HF) != 1 or given[2] == HF or not all(word.strip() for word in given):
         text = shown(" ".join(given)) if given else "nothing"
         also = " (a folder named hf is ./hf)" if given.count(HF) > 1 else ""
         raise SpecError(f"convert was given {text}{also}: try {FORMS}")
     if given[0] == HF:
+        if ema:
+            raise SpecError(f"--ema is about weights that are written out, not those of {shown(given[1])}: leave it out")
         if tokenizer is not None:
             raise SpecError(f"--tokenizer goes with weights that are written out, not into {given[2]}: leave it out")
         return from_hf(given[1], Path(given[2]), progress, gpu)
-    return to_hf(Path(given[0]), Path(given[2]), dtype, tokenizer, progress)
+    return to_hf(Path(given[0]), Path(given[2]), dtype, tokenizer, progress, ema)
 
 
 def from_hf(source: str | Path, run: Path, progress: Progress | None = None, gpu: bool = False) -> ConversionResult:
@@ -104,7 +107,12 @@ def from_hf(source: str | Path, run: Path, progress: Progress | None = None, gpu
 
 
 def to_hf(
-    run: Path, out: Path, dtype: str = "bf16", tokenizer: Path | None = None, progress: Progress | None = None
+    run: Path,
+    out: Path,
+    dtype: str = "bf16",
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+    ema: bool = False,
 ) -> ConversionResult:
     """Writes the newest checkpoint of a run, or the checkpoint given, as a folder that `transformers` loads."""
     refuse_used(out)
@@ -115,7 +123,7 @@ def to_hf(
     from ultrascale.model.hf_folder import write
 
     source = checkpoint.resolve(run)
-    whole, tensor = checkpoint.merged(source)
+    whole, tensor = checkpoint.merged(source, ema)
     model = source.job.model
     if whole.shapes() != whole_shapes(model):
         raise SpecError(f"checkpoint {whole.folder} does not hold the weights that its own model has: try another")
@@ -123,7 +131,7 @@ def to_hf(
     return ConversionResult(model, out, is_run=False)
 
 
-def to_peft(run: Path, out: Path) -> ConversionResult:
+def to_peft(run: Path, out: Path, ema: bool = False) -> ConversionResult:
     """Writes a run's adapters as a folder that `peft` loads beside the model's own weights."""
     refuse_used(out)
     if not os.path.isdir(run):
@@ -135,7 +143,7 @@ def to_peft(run: Path, out: Path) -> ConversionResult:
     rank, model = source.job.adapter_rank, source.job.model
     if rank is None:
         raise SpecError(f"{source.folder} has no adapters: try ultrascale convert {run} hf {out}")
-    write(out, model, source.shapes(), source.tensor, rank, source.training.adapter_alpha)
+    write(out, model, source.shapes(), checkpoint.trained(source, ema), rank, source.training.adapter_alpha)
     return ConversionResult(model, out, is_run=False)
 
 

@@ -85,7 +85,7 @@ class TextModel:
     encode: Callable[[str], list[int]]
     """the tokens of a prompt"""
     caches: list[KVCacheAttention] = field(default_factory=list)
-    """of every block; empty where positions depend on the length of the text"""
+    """of every block; empty where a block has linear attention, or positions depend on the length of the text"""
 
     @property
     def device(self) -> torch.device:
@@ -169,10 +169,12 @@ def load(path: str | Path, tokenizer: str | Path | None = None, device: str | No
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensor.copy_(weight(name))
     caches = []
-    if model.rope_scaling is None or model.rope_scaling.rope_type != "dynamic":
-        caches = [KVCacheAttention(block.attention.core) for block in module.each_block()]
-        for block, cache in zip(module.each_block(), caches, strict=True):
-            block.attention.core = cache  # type: ignore[assignment]
+    dynamic = model.rope_scaling is not None and model.rope_scaling.rope_type == "dynamic"
+    if model.linear_attention is None and not dynamic:
+        for block in module.each_block():
+            assert isinstance(block.attention.core, CausalAttention)
+            caches.append(KVCacheAttention(block.attention.core))
+            block.attention.core = caches[-1]  # type: ignore[assignment]
     return TextModel(module.eval(), words, ends, encode, caches)
 
 

@@ -159,7 +159,8 @@ def test_nan_propagates(kernels: ModuleType) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [32, 80, *([512] if DEVICE == "cuda" else [])])
-def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_gradient_of_logits(z_loss: float, vocab: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the columns of others' gradients, which stay as they are."""
     module = importlib.import_module("ultrascale.kernels.loss_triton")
     if DEVICE == "cpu":
@@ -168,10 +169,11 @@ def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.M
     logits, targets = numbers(24, vocab, size=3.0, kind=kind), torch.arange(24)
     targets[[3, 7]] = IGNORE_INDEX
     turned, wanted_turned = (torch.ones(vocab, 56, dtype=WIDE, device=device) for device in (DEVICE, "cpu"))
-    losses, wanted_losses = (torch.empty(24, device=device) for device in (DEVICE, "cpu"))
+    wanted_losses = loss.empty_losses(24, torch.empty(0), z_loss)
+    losses = torch.empty_like(wanted_losses, device=DEVICE)
     # fp16 holds numbers up to twice the factor, as e5m2 does.
-    found = module.loss_and_scaled_gradient(*there(logits, targets), losses, float8.FACTOR, turned[:, 16:40])
-    wanted = float8.scaled_gradient(logits, targets, wanted_losses, wanted_turned[:, 16:40])
+    found = module.loss_and_scaled_gradient(*there(logits, targets), losses, float8.FACTOR, turned[:, 16:40], z_loss)
+    wanted = float8.scaled_gradient(logits, targets, wanted_losses, wanted_turned[:, 16:40], z_loss)
     torch.testing.assert_close(losses.cpu(), wanted_losses)
     same(found, wanted, FEW[kind])
     same(turned, wanted_turned, FEW[kind])
@@ -180,7 +182,10 @@ def test_gradient_of_logits(vocab: int, kind: torch.dtype, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [96, *([512] if DEVICE == "cuda" else [])])
-def test_gradient_of_logits_of_a_cut_vocabulary(vocab: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_gradient_of_logits_of_a_cut_vocabulary(
+    z_loss: float, vocab: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two parts; targets in each of them, and two that are ignored."""
     module = importlib.import_module("ultrascale.kernels.loss_triton")
     if DEVICE == "cpu":
@@ -191,13 +196,17 @@ def test_gradient_of_logits_of_a_cut_vocabulary(vocab: int, kind: torch.dtype, m
     parts, width = [part.contiguous() for part in logits.chunk(2, dim=1)], vocab // 2
     statistics = torch.stack([loss.shard_statistics(part, targets, number * width) for number, part in enumerate(parts)])
     for number, part in enumerate(parts):
-        first, wanted_losses, wanted_turned = number * width, torch.empty(24), torch.ones(width, 56, dtype=WIDE)
-        wanted = float8.shard_scaled_gradient(part, targets, first, statistics, wanted_losses, wanted_turned[:, 16:40])
+        first, wanted_losses, wanted_turned = (
+            number * width,
+            loss.empty_losses(24, statistics, z_loss),
+            torch.ones(width, 56, dtype=WIDE),
+        )
+        wanted = float8.shard_scaled_gradient(part, targets, first, statistics, wanted_losses, wanted_turned[:, 16:40], z_loss)
         here, statistics_here = there(targets, statistics)
-        losses, turned = torch.empty(24, device=DEVICE), torch.ones(width, 56, dtype=WIDE, device=DEVICE)
-        log_sum = loss.shard_loss(statistics_here, here, losses)
+        losses, turned = torch.empty_like(wanted_losses, device=DEVICE), torch.ones(width, 56, dtype=WIDE, device=DEVICE)
+        log_sum = loss.shard_loss(statistics_here, here, losses, z_loss)
         counts, columns = here != IGNORE_INDEX, turned[:, 16:40]
-        found = module.scaled_gradient(part.to(DEVICE), here - first, log_sum, counts, float8.FACTOR, columns)
+        found = module.scaled_gradient(part.to(DEVICE), here - first, log_sum, counts, float8.FACTOR, columns, z_loss)
         torch.testing.assert_close(losses.cpu(), wanted_losses)
         same(found, wanted, FEW[kind])
         same(turned, wanted_turned, FEW[kind])

@@ -12,7 +12,7 @@ from model.builders import initialize
 from ultrascale.cost.memory import activations
 from ultrascale.kernels import loss
 from ultrascale.kernels.loss import ChunkedHead, linear_cross_entropy
-from ultrascale.model.transformer import IGNORE_INDEX, Transformer
+from ultrascale.model.transformer import IGNORE_INDEX, CrossEntropy, Transformer
 from ultrascale.specs.model import Model
 from ultrascale.train.memory import LiveBytes
 
@@ -26,8 +26,11 @@ def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.floa
     return x, weight, torch.randint(vocab, (tokens,), generator=generator)
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((x @ weight.t()).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
+    logits = (x @ weight.t()).float()
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    squares = logits.exp().sum(-1).log()[targets != IGNORE_INDEX] ** 2
+    return torch.stack((loss, z_loss * squares.sum())) if z_loss else loss
 
 
 def close(actual: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> None:
@@ -37,13 +40,20 @@ def close(actual: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-6) -> No
 
 @pytest.mark.parametrize(("tokens", "hidden", "vocab", "chunk"), [(12, 8, 40, 4), (13, 5, 33, 4), (7, 3, 2, 100), (1, 4, 9, 1)])
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
-def test_value_and_gradients_of_whole_logits(tokens: int, hidden: int, vocab: int, chunk: int, ignored: str) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_value_and_gradients_of_whole_logits(
+    tokens: int, hidden: int, vocab: int, chunk: int, ignored: str, z_loss: float
+) -> None:
     x, weight, targets = inputs(tokens, hidden, vocab)
     if ignored != "none":
         targets[:: 3 if ignored == "some" else 1] = IGNORE_INDEX
-    found = linear_cross_entropy(x, weight, targets, chunk)
-    wanted = plain(x, weight, targets)
+    found = linear_cross_entropy(x, weight, targets, chunk, z_loss=z_loss)
+    wanted = plain(x, weight, targets, z_loss)
     close(found.detach(), wanted.detach())
+    criterion = CrossEntropy()
+    criterion.z_loss = z_loss
+    close(criterion((x @ weight.t()).unsqueeze(0), targets.unsqueeze(0)).detach(), wanted.detach())
+    found, wanted = found.sum(), wanted.sum()
     # The weight of a token's loss comes with backward: 0.37 stands for it.
     pairs = zip(torch.autograd.grad(0.37 * found, [x, weight]), torch.autograd.grad(0.37 * wanted, [x, weight]), strict=True)
     for actual, reference in pairs:

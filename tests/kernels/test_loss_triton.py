@@ -26,22 +26,31 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def plain_losses(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
+    """Of each token."""
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    squares = logits.logsumexp(-1).square() * (targets != IGNORE_INDEX)
+    return torch.stack((loss, z_loss * squares), dim=-1) if z_loss else loss
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("vocab", [2, 64, 150])
-def test_loss_and_gradient(vocab: int, kernel: ModuleType) -> None:
+def test_loss_and_gradient(vocab: int, z_loss: float, kernel: ModuleType) -> None:
     """Rows of less than a block, of one, and of two and a part; targets at both ends, and one that is ignored."""
     logits = (torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
     targets = torch.tensor([0, vocab - 1, IGNORE_INDEX, vocab // 2], device=DEVICE)
     reference = logits.clone().requires_grad_()
-    wanted = F.cross_entropy(reference, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    wanted = plain_losses(reference, targets, z_loss)
     wanted.sum().backward()
-    losses = torch.empty(4, device=DEVICE)
-    kernel.loss_and_gradient_(logits, targets, losses)
+    losses = torch.empty_like(wanted)
+    kernel.loss_and_gradient_(logits, targets, losses, z_loss)
     torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits, reference.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("vocab", [6, 64 * 3, 150 * 3])
-def test_statistics_and_gradient_of_a_cut_vocabulary(vocab: int, kernel: ModuleType) -> None:
+def test_statistics_and_gradient_of_a_cut_vocabulary(vocab: int, z_loss: float, kernel: ModuleType) -> None:
     """Three parts; targets in each of them, and one that is ignored."""
     logits = (torch.randn(4, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
     targets = torch.tensor([0, vocab - 1, IGNORE_INDEX, vocab // 2], device=DEVICE)
@@ -49,12 +58,12 @@ def test_statistics_and_gradient_of_a_cut_vocabulary(vocab: int, kernel: ModuleT
     plain = [loss.shard_statistics(part.cpu(), targets.cpu(), first * width) for first, part in enumerate(parts)]
     found = [kernel.shard_statistics(part, targets, first * width) for first, part in enumerate(parts)]
     reference = logits.clone().requires_grad_()
-    wanted = F.cross_entropy(reference, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    wanted = plain_losses(reference, targets, z_loss)
     wanted.sum().backward()
     for first, part in enumerate(parts):
         torch.testing.assert_close(found[first].cpu(), plain[first], rtol=1e-6, atol=1e-6)
-        losses = torch.empty(4, device=DEVICE)
-        kernel.shard_gradient_(part, targets, first * width, torch.stack(found), losses)
+        losses = torch.empty_like(wanted)
+        kernel.shard_gradient_(part, targets, first * width, torch.stack(found), losses, z_loss)
         torch.testing.assert_close(losses, wanted.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(part, reference.grad.chunk(3, dim=1)[first], rtol=1e-6, atol=1e-6)  # type: ignore[union-attr]
 

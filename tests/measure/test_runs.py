@@ -370,6 +370,7 @@ GPUS = {
     "B200": "b200",
     "B200-SXM": "b200",
     "H200": "h200",
+    "H800": "h800",
 }
 OTHER_GPUS = {
     "NVIDIA A100-SXM4-40GB": "a100-40",
@@ -379,7 +380,6 @@ OTHER_GPUS = {
     "GB200": "gb200",
     "B300": "b300",
     "H200 141GB": "h200",
-    "H800": "h800",
     "V100-32GB": "v100",
     "AMD Instinct MI300X": "mi300x",
     "MI355X": "mi355x",
@@ -411,6 +411,7 @@ def test_an_a100_without_memory_size_is_an_assumption() -> None:
 
 
 ENGINES = {
+    ("HAI-LLM 2024", ""): "hai-llm",
     ("Composer+PyTorch FSDP1", "no"): "fsdp1-eager",
     ("fms-fsdp FSDP1", "yes"): "torchtitan-0.2",
     ("fms-fsdp FSDP1", "no"): "fsdp1-eager",

@@ -141,6 +141,7 @@ class RankResult:
     """What one rank saw of a few steps."""
 
     losses: list[float]
+    """of each step, with its z-loss if there is one"""
     norms: list[float]
     pieces: list[GradientShard]
     ran: list[Action]
@@ -184,7 +185,7 @@ def train(engine: Engine, evaluate: bool = False) -> RankResult:
         if number == bool(engine.frozen):
             pieces = [_gradient_shard(weight) for weight in engine.weights]
         result = engine.update(number, loss)
-        losses.append(result.loss)
+        losses += [result.loss] if result.z_loss is None else [result.loss, result.z_loss]
         norms.append(result.grad_norm)
     return RankResult(losses, norms, pieces, engine.pipeline.ran)
 

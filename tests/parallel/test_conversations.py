@@ -75,6 +75,13 @@ def test_adapters_learn_answers_in_every_layout(fields: dict[str, Any], data: Pa
     check("qwen2", training_on(data), adapter_rank=4, **fields)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"dp": 2, "gas": 2, "mbs": 2}, pytest.param({"pp": 2, "tp": 2, "gas": 4}, marks=slow)], ids=str
+)
+def test_the_z_loss_is_a_mean_over_answers(fields: dict[str, Any], data: Path) -> None:
+    check("llama", training_on(data, z_loss=0.2), evaluate=True, **fields)
+
+
 def test_experts_balance_over_all_tokens(data: Path) -> None:
     check("experts", training_on(data, balance_loss=0.1), dp=2, gas=2)
 

@@ -92,12 +92,18 @@ def test_a_window_under_context_parallelism() -> None:
     check("window", cp=2, gas=1, context_parallel="ulysses")
 
 
-def _loss(rank: int, nproc: int, store: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _criterion(criterion: CrossEntropy, z_loss: float) -> CrossEntropy:
+    criterion.z_loss = z_loss
+    return criterion
+
+
+def _loss(rank: int, nproc: int, store: str, z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     logits, targets = _logits()
     mine = logits.chunk(nproc, dim=-1)[rank].clone().requires_grad_()
-    loss = VocabParallelCrossEntropy(Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc))))(mine, targets)
-    (3 * loss).backward()
+    axis = Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
+    loss = _criterion(VocabParallelCrossEntropy(axis), z_loss)(mine, targets)
+    (3 * loss).sum().backward()
     assert mine.grad is not None
     dist.destroy_process_group()
     return loss.detach(), mine.grad
@@ -112,13 +118,14 @@ def _logits() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, targets
 
 
-def test_the_loss_of_cut_logits() -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_the_loss_of_cut_logits(z_loss: float) -> None:
     logits, targets = _logits()
     logits.requires_grad_()
-    loss = CrossEntropy()(logits, targets)
-    (3 * loss).backward()
+    loss = _criterion(CrossEntropy(), z_loss)(logits, targets)
+    (3 * loss).sum().backward()
     assert logits.grad is not None
-    for (found, gradient), wanted in zip(local.run(_loss, 3, timeout_s=60), logits.grad.chunk(3, dim=-1), strict=True):
+    for (found, gradient), wanted in zip(local.run(_loss, 3, z_loss, timeout_s=60), logits.grad.chunk(3, dim=-1), strict=True):
         torch.testing.assert_close(found, loss.detach())
         torch.testing.assert_close(gradient, wanted)
 
@@ -165,17 +172,19 @@ def _head_inputs(batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden, weight, targets
 
 
-def _chunked_loss(rank: int, nproc: int, store: str, batch: int, sequence: bool, chunk: int) -> list[torch.Tensor]:
+def _chunked_loss(
+    rank: int, nproc: int, store: str, batch: int, sequence: bool, chunk: int, z_loss: float
+) -> list[torch.Tensor]:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     hidden, weight, targets = _head_inputs(batch)
     axis = Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     mine = (hidden.chunk(nproc, dim=1)[rank] if sequence else hidden).flatten(0, 1).requires_grad_()
     rows = weight.chunk(nproc)[rank].clone().requires_grad_()
     slices = torch.stack(targets.chunk(nproc, dim=1)).flatten(1) if sequence else targets.view(1, -1)
-    loss = vocab_parallel_cross_entropy(mine, rows, slices, axis, chunk)
-    (3 * loss).backward()
+    loss = vocab_parallel_cross_entropy(mine, rows, slices, axis, chunk, z_loss=z_loss)
+    (3 * loss).sum().backward()
     with torch.no_grad():
-        evaluated = vocab_parallel_cross_entropy(mine, rows, slices, axis, chunk)
+        evaluated = vocab_parallel_cross_entropy(mine, rows, slices, axis, chunk, z_loss=z_loss)
     assert mine.grad is not None
     assert rows.grad is not None
     dist.destroy_process_group()
@@ -184,17 +193,18 @@ def _chunked_loss(rank: int, nproc: int, store: str, batch: int, sequence: bool,
 
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize(("nproc", "batch", "chunk"), [(2, 2, 5), (3, 1, 100), (4, 3, 4), (4, 1, 1)])
-def test_chunked_loss_and_gradients_of_ranks(nproc: int, batch: int, chunk: int, sequence: bool) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_chunked_loss_and_gradients_of_ranks(nproc: int, batch: int, chunk: int, sequence: bool, z_loss: float) -> None:
     hidden, weight, targets = _head_inputs(batch)
     hidden.requires_grad_()
     weight.requires_grad_()
-    loss = CrossEntropy()(hidden @ weight.t(), targets)
-    (3 * loss).backward()
+    loss = _criterion(CrossEntropy(), z_loss)(hidden @ weight.t(), targets)
+    (3 * loss).sum().backward()
     assert hidden.grad is not None
     assert weight.grad is not None
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
     for rank, (found, evaluated, grad_hidden, grad_weight) in enumerate(
-        local.run(_chunked_loss, nproc, batch, sequence, chunk, timeout_s=60)
+        local.run(_chunked_loss, nproc, batch, sequence, chunk, z_loss, timeout_s=60)
     ):
         close(found, loss.detach())
         close(evaluated, loss.detach())
@@ -213,12 +223,13 @@ def _float8_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden, torch.randn(64, 32, generator=generator), targets
 
 
-def _float8_loss(rank: int, nproc: int, store: str, sequence: bool, chunk: int) -> list[torch.Tensor]:
+def _float8_loss(rank: int, nproc: int, store: str, sequence: bool, chunk: int, z_loss: float) -> list[torch.Tensor]:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     hidden, weight, targets = _float8_inputs()
     axis = Axis("tp", dist.group.WORLD, rank, nproc, tuple(range(nproc)))
     plain = Transformer(Model(name="head", layers=1, hidden=32, heads=4, kv_heads=4, ffn=32, vocab=64)).head
     assert plain is not None
+    plain.criterion.z_loss = z_loss
     head = VocabParallelFloat8Head(VocabParallelChunkedHead(plain, axis, sequence))
     head.linear.weight = torch.nn.Parameter(weight.chunk(nproc)[rank].clone())
     mine = (hidden.chunk(nproc, dim=1)[rank] if sequence else hidden).requires_grad_()
@@ -227,7 +238,7 @@ def _float8_loss(rank: int, nproc: int, store: str, sequence: bool, chunk: int) 
         loss = head.loss(mine, targets)
         with torch.no_grad():
             evaluated = head.loss(mine, targets)
-    (3 * loss).backward()
+    (3 * loss).sum().backward()
     assert mine.grad is not None
     assert head.linear.weight.grad is not None
     dist.destroy_process_group()
@@ -236,19 +247,20 @@ def _float8_loss(rank: int, nproc: int, store: str, sequence: bool, chunk: int) 
 
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize(("nproc", "chunk"), [(2, 8), (2, 1000), (4, 8), (4, 5)])
-def test_float8_loss_of_a_cut_vocabulary(nproc: int, chunk: int, sequence: bool) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_float8_loss_of_a_cut_vocabulary(nproc: int, chunk: int, sequence: bool, z_loss: float) -> None:
     """Twelve chunks, in three GEMMs for the weight gradient; one; six; and chunks that fp8 does not support, in fp32."""
     hidden, weight, targets = _float8_inputs()
     function = None if chunk == 5 else Float8Head.function
     rows = hidden.flatten(0, 1).requires_grad_()
     weight.requires_grad_()
-    loss = linear_cross_entropy(rows, weight, targets.flatten(), function=function)
-    (3 * loss).backward()
+    loss = linear_cross_entropy(rows, weight, targets.flatten(), function=function, z_loss=z_loss)
+    (3 * loss).sum().backward()
     assert rows.grad is not None
     assert weight.grad is not None
-    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=2e-5)
     for rank, (found, evaluated, grad_hidden, grad_weight) in enumerate(
-        local.run(_float8_loss, nproc, sequence, chunk, timeout_s=60)
+        local.run(_float8_loss, nproc, sequence, chunk, z_loss, timeout_s=60)
     ):
         close(found, loss.detach())
         close(evaluated, loss.detach())

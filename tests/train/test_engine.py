@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +57,15 @@ def by_hand(family: str, training: Training, batch: int) -> tuple[list[float], l
         inputs, targets = batches.train(step, range(batch))
         logits = model(inputs, torch.arange(SEQ))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        z_loss = training.z_loss * logits.logsumexp(-1).square().mean()
         optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(named.values(), training.clip)))
+        (loss + z_loss).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(named.values(), training.clip or math.inf)))
+        nn.utils.clip_grad_value_(named.values(), training.clip_value or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses += [float(loss.detach()), float(z_loss.detach())] if training.z_loss else [float(loss.detach())]
     return losses, norms, {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -75,9 +78,9 @@ def _weights(engine: Engine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_equals_plain_torch(family: str) -> None:
-    training = training_of(clip=0.3)
+@pytest.mark.parametrize(("family", "z_loss"), [*((family, 0.0) for family in FAMILIES), ("tied", 0.2)])
+def test_one_process_equals_plain_torch(family: str, z_loss: float) -> None:
+    training = training_of(clip=0.3, z_loss=z_loss)
     losses, norms, weights = by_hand(family, training, 4)
     done = _weights(engine_of(job_of(family), Layout(gas=2, mbs=2), training))
     assert done["result"].losses == pytest.approx(losses, rel=1e-6)
@@ -88,10 +91,31 @@ def test_one_process_equals_plain_torch(family: str) -> None:
         torch.testing.assert_close(piece.gradient, weights[piece.shard.name], rtol=1e-4, atol=2e-6)
 
 
+def test_values_are_clipped_after_the_norm_as_by_plain_torch() -> None:
+    training = training_of(clip=0.5, clip_value=5e-3)
+    losses, norms, weights = by_hand("llama", training, 4)
+    done = _weights(engine_of(job_of("llama"), Layout(gas=2, mbs=2), training))
+    assert done["result"].losses == pytest.approx(losses, rel=1e-6)
+    assert done["result"].norms == pytest.approx(norms, rel=1e-5)  # of the whole gradient, before both
+    for piece in done["weights"]:
+        torch.testing.assert_close(piece.gradient, weights[piece.shard.name], rtol=1e-4, atol=2e-6)
+
+
+def test_an_overflow_is_skipped_though_values_are_clipped() -> None:
+    engine = engine_of(job_of("llama", precision="fp16"), Layout(), training_of(clip_value=1e-3, loss_scale=2.0**40))
+    before = [weight.master.clone() for weight in engine.weights]
+    assert engine.step(0).skipped
+    assert all(torch.equal(old, weight.master) for old, weight in zip(before, engine.weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    "clipping", [{"clip": 0.1}, {"clip": 0.5, "clip_value": 2e-3}, {"clip": 0.0, "clip_value": 2e-3}], ids=str
+)
 @pytest.mark.parametrize(
     "fields",
     [
         pytest.param({"dp": 2, "zero": 0}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.slow),
         {"dp": 2, "zero": 3},
         pytest.param({"tp": 2}, marks=pytest.mark.slow),
         {"pp": 2, "gas": 2, "schedule": "zb-v", "virtual_stages": 2},
@@ -100,12 +124,12 @@ def test_one_process_equals_plain_torch(family: str) -> None:
     ],
     ids=str,
 )
-def test_clipped_weights(fields: dict[str, Any]) -> None:
+def test_clipped_weights(fields: dict[str, Any], clipping: dict[str, float]) -> None:
     """Weights after three clipped steps, with plain SGD so that the length of the gradient decides."""
-    job, training, layout = job_of("gpt2", optimizer="sgd"), training_of(clip=0.1, lr=1.0), Layout(**{"gas": 1, **fields})
+    job, training, layout = job_of("gpt2", optimizer="sgd"), training_of(lr=1.0, **clipping), Layout(**{"gas": 1, **fields})
     batch = layout.dp * layout.mbs * layout.gas
     wanted = _weights(engine_of(job, Layout(mbs=batch), training))
-    assert min(wanted["result"].norms) > 3 * training.clip
+    assert min(wanted["result"].norms) > 1.5 * training.clip
     wholes = {piece.shard.name: piece.gradient for piece in wanted["weights"]}
     wholes["head.linear.weight"] = wholes["embed.tokens.weight"]
     for rank in in_ranks(_weights, job, layout, training):

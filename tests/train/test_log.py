@@ -144,6 +144,12 @@ def test_a_terminal_line_is_redrawn_twice_a_second(monkeypatch: pytest.MonkeyPat
     assert [int(one.removeprefix("step ").split("/")[0]) for one in drawn] == [1, 5, 9, 13, 16]
     assert all(len(one.removesuffix("\x1b[K")) < 60 for one in drawn)
     assert text.count("\n") == 1
+    progress.close()
+    assert stream.getvalue() == text
+    early = ProgressLine(stream := Terminal(), total=16)
+    early.show(record(1))
+    early.close()
+    assert stream.getvalue().endswith("\n")
 
 
 def test_the_time_left_is_the_mean_of_recent_steps() -> None:

@@ -78,6 +78,7 @@ def plan(
     ] = None,
     gradients: Annotated[str, typer.Option(help="Format of gradient accumulation and reduction: fp32 or bf16.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-bf16, adamw-8bit, muon, lion, sgd-momentum or sgd.")] = "adamw",
+    ema: Annotated[bool, typer.Option("--ema", help="Keep a moving mean of the weights.")] = False,
     adapters: Annotated[
         int | None,
         typer.Option("--adapters", help="Train low-rank adapters (LoRA) of this rank, all other weights frozen."),
@@ -163,6 +164,7 @@ def plan(
             model, place, batch_tokens, seq, precision, gradients, optimizer, attention, total_tokens, framework
         )
         one = one if expert_imbalance is None else one.with_expert_imbalance(expert_imbalance)
+        one = one.changed(ema=True) if ema else one
         one = one if adapters is None else one.changed(adapter_rank=adapters)
         jobs.append(one if network_gb_s is None else one.with_network_gb_s(network_gb_s))
     limits: dict[str, Any] = {
@@ -186,6 +188,7 @@ def plan(
                 "--precision": (precision, None),
                 "--gradients": (gradients, "fp32"),
                 "--optimizer": (optimizer, "adamw"),
+                "--ema": (ema, False),
                 "--adapters": (adapters, None),
                 "--attention": (attention, "flash"),
                 "--framework": (framework, "ultrascale"),

@@ -121,8 +121,8 @@ def train(
 
     Sections: [cyan]layout.[/] dp tp pp cp zero sequence_parallel data_parallel context_parallel schedule virtual_stages mbs gas
     recompute offload; [cyan]train.[/] steps seed lr lr_schedule warmup_steps weight_decay clip eval_every data compress log …;
-    [cyan]job.[/] seq batch_tokens precision gradients optimizer adapter_rank adapter_targets; [cyan]checkpoint.[/] every keep
-    background save.
+    [cyan]job.[/] seq batch_tokens precision gradients optimizer ema adapter_rank adapter_targets; [cyan]checkpoint.[/] every
+    keep background save.
     """
     from ultrascale.launch import launcher
     from ultrascale.launch.rank_info import rank_info_from_env
@@ -413,12 +413,16 @@ def convert(
         Path | None,
         typer.Option("--tokenizer", help="A tokenizer.json, or a folder with one, to copy beside written weights."),
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving mean of the weights, of a run with job.ema=true.")
+    ] = False,
 ) -> None:
     """Convert weights from and to Hugging Face folders of safetensors, one tensor in memory at a time.
 
     Families: Llama, Mistral, Ministral, Mixtral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, Kimi-K2,
     Gemma, Gemma2, Gemma3-text, Phi3, OLMo2, OLMo3, OLMoE, Granite, GraniteMoE, GLM, GLM4, GLM4-MoE, MiniMax-M2,
-    SmolLM3, Starcoder2, GPT-2, GPT-NeoX, StableLM, Cohere, Cohere2, Nemotron, Arcee, Seed-OSS, Ernie4-5 and EXAONE4.
+    SmolLM3, Starcoder2, GPT-2, GPT-NeoX, StableLM, Cohere, Cohere2, Nemotron, Arcee, Seed-OSS, Ernie4-5, EXAONE4,
+    GPT-OSS and Qwen3-Next.
 
     [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]
@@ -435,6 +439,7 @@ def convert(
             tokenizer,
             progress=lambda done, total: say(f"{done / GIB:,.2f} of {total / GIB:,.2f} GiB"),
             gpu=launcher.has_gpu(),
+            ema=ema,
         )
     loads = "peft loads it with PeftModel" if PEFT in (words or []) else "transformers loads it with AutoModelForCausalLM"
     follows = f"ultrascale train --resume {dest.folder}" if dest.is_run else loads

@@ -22,11 +22,15 @@ def layer_matmul_flops(model: Model, moe: bool) -> float:
 
 
 def windows(model: Model, seq: int) -> list[tuple[float, int]]:
-    """Shares of the layers, and how many tokens their attention sees at most: all of the sequence, or the sliding window."""
+    """Shares of the layers, and how many tokens their attention sees at most: all of the sequence, or the sliding window.
+
+    Linear attention is none of them.
+    """
     window, local = model.sliding_window, model.local_layers / model.layers
+    full = 1 - model.linear_layers / model.layers
     if window is None or window >= seq or not local:
-        return [(1.0, seq)]
-    return [(local, window)] if local == 1 else [(1 - local, seq), (local, window)]
+        return [(full, seq)]
+    return [(local, window)] if local == full else [(full - local, seq), (local, window)]
 
 
 def score_flops_within(model: Model, seq: int, window: int, causal: bool) -> float:
@@ -42,6 +46,28 @@ def score_flops_within(model: Model, seq: int, window: int, causal: bool) -> flo
 def score_flops(model: Model, seq: int, causal: bool) -> float:
     """The same in the mean over the layers, of which some may have a sliding window."""
     return sum(share * score_flops_within(model, seq, window, causal) for share, window in windows(model, seq))
+
+
+DELTA_CHUNK = 64  # tokens that linear attention computes at a time (model/linear_attention.py)
+
+
+def linear_attention_flops(model: Model) -> float:
+    """Forward FLOPs per token of one gated delta rule, projections and convolutions left out.
+
+    Per value head: three products of a chunk's tokens with each other, 2·C·(2·dk + dv); the triangular system for keys and
+    values, C·(dk + dv); three products with the state, 6·dk·dv.
+    """
+    linear = model.linear_attention
+    if linear is None:
+        return 0.0
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    each = 2 * DELTA_CHUNK * (2 * keys + values) + DELTA_CHUNK * (keys + values) + 6 * keys * values
+    return float(linear.value_heads * each)
+
+
+def mixer_flops(model: Model, seq: int, causal: bool) -> float:
+    """Forward FLOPs per token of attention and linear attention in the mean over the layers, projections left out."""
+    return score_flops(model, seq, causal) + model.linear_layers / model.layers * linear_attention_flops(model)
 
 
 def head_flops(model: Model) -> float:
@@ -64,7 +90,7 @@ def selective_matmul_flops(model: Model, policy: str) -> float:
 
 def forward_flops(model: Model, seq: int, causal: bool) -> float:
     """Forward FLOPs per token of the whole model; embedding look-ups are none."""
-    return matmul_flops(model) + model.layers * score_flops(model, seq, causal) + head_flops(model)
+    return matmul_flops(model) + model.layers * mixer_flops(model, seq, causal) + head_flops(model)
 
 
 def model_flops(model: Model, seq: int, causal: bool = False) -> float:

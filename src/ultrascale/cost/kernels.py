@@ -197,6 +197,9 @@ QUERY_BLOCK = 128  # queries that one multiprocessor takes at a time
 # Blocks' time that each multiprocessor stands idle, at the start and in a last wave that the causal mask leaves uneven: 1.42 in
 # 15 timings of cuDNN's attention alone on an H200, which it brings from 5.0 to 1.0 % (flash: 1.64, 5.8 to 1.5 %; docs/lab.md).
 IDLE_BLOCKS = 1.4
+# Of a gated delta rule, assumed: what its matmuls of 64 tokens keep of the peak, and how often operators in fp32 read or write
+# queries, keys, values and outputs.
+DELTA_RATE, DELTA_PASSES = 0.25, 8
 # torch's kernel on a CPU skips what the mask hides in whole blocks of so many keys.
 CPU_KEY_BLOCK = 512
 # It takes queries by 32, from rows of 192 on by 64 and of 768 on by 256: a score of the first costs 1.4 times one of the second
@@ -229,7 +232,22 @@ def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) ->
     found = Passes()
     for share, window in flops.windows(job.model, job.seq):
         found = found + _attention_within(job, columns, machine, window).scaled(share)
-    return found
+    linear = job.model.linear_layers / job.model.layers
+    return found if not linear else found + linear_attention_passes(job, columns, machine).scaled(linear)
+
+
+def linear_attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
+    """Seconds of one gated delta rule on one rank: matmuls of a chunk's tokens, or passes over queries, keys and values."""
+    linear = job.model.linear_attention
+    assert linear is not None
+    tokens, plain = columns.tokens(job.seq) / columns.tp, job.framework.exact_memory_trace
+    work = flops.linear_attention_flops(job.model) * tokens
+    # Our engine computes it in fp32, operator by operator, and again in backward; others are taken to have a fused kernel.
+    peak = machine.gpu.peak_tflops.get("fp32", 0.0) * 1e12 if plain else 0.0
+    passes, width = (DELTA_PASSES, 4) if plain else (1, 4 if job.precision == "fp32" else 2)
+    moved = passes * width * tokens * linear.value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
+    forward = np.maximum(work / (DELTA_RATE * (peak or machine.attention_peak_flops)), machine.stream_s(moved))
+    return Passes(forward, (3 if plain else 2) * forward)
 
 
 def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, window: int) -> Passes:

@@ -46,7 +46,8 @@ def _tp_sentence(job: Job, layout: Layout) -> str:
     allowed = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
     if linear is not None and linear.key_heads % layout.tp:
         both = [d for d in allowed if linear.key_heads % d == 0]
-        return f"layout.tp is {layout.tp} but must divide linear_attention.key_heads = {linear.key_heads}: try {near(layout.tp, both)}"
+        hint = near(layout.tp, both)
+        return f"layout.tp is {layout.tp} but must divide linear_attention.key_heads = {linear.key_heads}: try {hint}"
     return (
         f"layout.tp is {layout.tp} but must divide heads = {model.heads}, and divide or be a multiple of "
         f"kv_heads = {model.kv_heads}: try {near(layout.tp, allowed)}"

@@ -208,10 +208,14 @@ def stacks(job: Job, columns: LayoutColumns, share: RankShare) -> list[StackedMa
 def _dense(model: Model, columns: LayoutColumns, share: RankShare) -> list[DealtMatrices]:
     tp, none = columns.tp, np.zeros(len(columns), dtype=np.int64)
     shards = np.where(columns.zero > 0, columns.shards, 1)
-    layers = [(share.dense_layers, False), (share.moe_layers, True)] if model.moe is not None else [(share.dense_layers, False)]
+    layers = []
+    for count, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+        linear = np.rint(count * model.linear_share(moe)).astype(np.int64)
+        layers += [(count - linear, moe, False), (linear, moe, True)]
     counts = [
-        (count, Counter((one.rows, one.width, one.cut) for one in layer_weights(model, moe) if one.is_hidden_matrix))
-        for count, moe in layers
+        (count, Counter((one.rows, one.width, one.cut) for one in layer_weights(model, moe, linear) if one.is_hidden_matrix))
+        for count, moe, linear in layers
+        if np.any(count)
     ]
     found, first = list[DealtMatrices](), none
     for rows, width, cut in sorted({key for _, each in counts for key in each}, key=lambda key: (order(*key[:2]), key[2])):

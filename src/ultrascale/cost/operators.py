@@ -62,12 +62,27 @@ class LayerTime:
         return self.matmul + self.attention + self.memory_bound + self.launch
 
 
+def mixer_matmuls(job: Job, columns: LayoutColumns, tokens: Array, moe: bool) -> list[Matmul]:
+    """Projections of attention and of linear attention; the count of each is the share of the layers that have it."""
+    linear, share = job.model.linear_attention, job.model.linear_share(moe)
+    attention = attention_matmuls(job, columns, tokens)
+    if linear is None or not share:
+        return attention
+    outputs = 2 * (linear.key_dim + linear.value_dim + linear.value_heads) / columns.tp
+    h = np.asarray(float(job.model.hidden))
+    return [
+        *(replace(matmul, count=(1 - share) * matmul.count) for matmul in attention),
+        Matmul("linear attention input", tokens, outputs, h, share),
+        Matmul("linear attention output", tokens, h, linear.value_dim / columns.tp, share),
+    ]
+
+
 def attention_matmuls(job: Job, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
     model = job.model
     tp, h = columns.tp, np.asarray(float(model.hidden))
     kv_cut = np.minimum(tp, model.kv_heads)
     if model.mla is None:
-        qkv = model.q_dim / tp + 2 * model.kv_dim / kv_cut
+        qkv = (1 + model.attention_gate) * model.q_dim / tp + 2 * model.kv_dim / kv_cut
         return [Matmul("qkv", tokens, qkv, h), Matmul("attention output", tokens, h, model.q_dim / tp)]
     mla, query = model.mla, model.heads * model.qk_head_dim / tp
     # Every rank has whole down-projections; in our engine they see its slice of the sequence.
@@ -94,7 +109,7 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
 
 def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
-    matmuls = attention_matmuls(job, columns, tokens)
+    matmuls = mixer_matmuls(job, columns, tokens, moe)
     if not moe:
         return matmuls + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None
@@ -121,7 +136,7 @@ def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> l
     for matmul in matmuls:
         parts: list[Array] = []
         if matmul.name == "qkv":
-            parts = [model.q_dim / columns.tp, *[model.kv_dim / kv_cut] * 2]
+            parts = [*[model.q_dim / columns.tp] * (1 + model.attention_gate), *[model.kv_dim / kv_cut] * 2]
         elif matmul.name in ("mlp up", "shared expert up") and model.gated:
             parts = [matmul.n / 2] * 2
         joined = replace(matmul, count=np.where(separate, 0.0, matmul.count)) if parts else matmul
@@ -195,7 +210,14 @@ def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
     residual = np.where(autocast(job, columns), FP32, b) * tokens * model.hidden / columns.sequence_cut
     rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
-    rotary = 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
+    share = model.linear_share(moe)
+    rotary = (1 - share) * 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
+    if model.attention_gate:
+        rotary = rotary + (1 - share) * 3 * b * tokens * model.q_dim / columns.tp
+    if (linear := model.linear_attention) is not None:
+        # Convolutions read and write queries, keys and values; a norm and a gate read two and write one.
+        wide = 2 * (2 * linear.key_dim + linear.value_dim) + 3 * linear.value_dim
+        rotary = rotary + share * b * tokens * wide / columns.tp
     activation = b * tokens * (3 if model.gated else 2) * host.mlp_width(job, columns, moe)
     return np.asarray(8 * residual + rotary + activation)
 
@@ -265,7 +287,8 @@ def optimizer_bytes(job: Job, columns: LayoutColumns) -> Array:
     mixed: Array | int = compute_bytes(job) if has_master(job) else 0
     if job.framework.fused_blocks and job.optimizer == "adamw":
         mixed = np.where(columns.shards == 1, 0, mixed)  # the copy that computes is the master's upper half
-    return np.asarray(2 * g + 2 * 4 + 2 * state + mixed)
+    averaged = 4 if job.ema else 0  # the master once more: the mean follows after the step
+    return np.asarray(2 * g + 2 * 4 + 2 * state + mixed + averaged)
 
 
 def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:

@@ -344,7 +344,8 @@ def _repeated_weights(stage: Stage) -> Calls:
     if copies > 1 and model.mla is None:
         attention = weights.attention(model) if adapters is None else adapters
         repeated = [weight for weight in attention if weight.cut == "kv rows"]
-        each = stage.layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
+        full = stage.layers * (1 - model.linear_layers / model.layers)
+        each = full * states.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 

@@ -27,7 +27,7 @@ from ultrascale.specs.validate import build, shown
 Fields = dict[str, Any]
 
 JOB = (
-    *("seq", "batch_tokens", "precision", "gradients", "optimizer", "attention", "dropout"),
+    *("seq", "batch_tokens", "precision", "gradients", "optimizer", "ema", "attention", "dropout"),
     *("adapter_rank", "adapter_targets", "total_tokens"),
 )
 _PARTS: dict[str, type[BaseModel]] = {"mla": MLA, "moe": MoE, "rope_scaling": RopeScaling}

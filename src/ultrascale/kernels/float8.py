@@ -17,6 +17,7 @@ from ultrascale.kernels.float8_gemm import E5M2, CustomGemmModule, Float8Gemms, 
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.model.latent_attention import LatentAttention
+from ultrascale.model.linear_attention import GatedDeltaNet
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.self_attention import MultiLinear
 from ultrascale.model.transformer import IGNORE_INDEX, MLP, Head, Transformer
@@ -64,7 +65,11 @@ def apply(
             model.blocks[index] = fused_block(block)
             continue
         attention = block.attention
-        for multi_linear in (attention.q_up, attention.kv_up) if isinstance(attention, LatentAttention) else (attention.qkv,):
+        if isinstance(attention, LatentAttention):
+            multi_linears = [attention.q_up, attention.kv_up]
+        else:
+            multi_linears = [attention.inputs if isinstance(attention, GatedDeltaNet) else attention.qkv]
+        for multi_linear in multi_linears:
             _multi_linear(multi_linear, gemms)
         block.attention.out = _linear(block.attention.out, gemms)
         mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
@@ -149,17 +154,20 @@ class _LinearCrossEntropy(LinearCrossEntropy):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, float], with_grad: bool
+    ) -> Tensor:
         if len(hidden) % FP8_TOKENS["tensor"]:
-            return LinearCrossEntropy.forward(ctx, hidden, weight, targets, chunk, with_grad)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+            return LinearCrossEntropy.forward(ctx, hidden, weight, targets, settings, with_grad)
+        chunk, z_loss = settings
+        losses = loss.empty_losses(len(hidden), hidden, z_loss)
         narrow, table = float8_block.cast_rows(hidden), float8_block.cast_rows(weight)
         parts = *narrow, targets, losses
         if not with_grad:
             for data, scale, wanted, lost in _split(parts, chunk):
-                loss.loss_and_gradient(multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True), wanted, lost)
-            return losses.sum()
+                logits = multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True)
+                loss.loss_and_gradient(logits, wanted, lost, z_loss)
+            return loss.summed(losses)
         transposed, of_hidden = float8_block.cast_transposed(weight, amax_bound(table)), amax_bound(narrow)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
@@ -169,14 +177,14 @@ class _LinearCrossEntropy(LinearCrossEntropy):
                 torch.split(gradients, chunk, 1), _split(group, chunk), strict=True
             ):
                 logits = multiply(GemmOperand(data, scale), table, hidden.dtype, fast=True)
-                gradient = scaled_gradient(logits, wanted, lost, columns)
+                gradient = scaled_gradient(logits, wanted, lost, columns, z_loss)
                 del logits  # before the next chunk's are allocated
                 out.copy_(multiply(GemmOperand(gradient, back), transposed, hidden.dtype))
-            part = multiply(GemmOperand(gradients, back), float8_block.cast_transposed(rows, of_hidden), wide)
+            part = multiply(GemmOperand(gradients, back), float8_block.cast_transposed(rows, of_hidden), losses.dtype)
             grad_weight = part if grad_weight is None else grad_weight.add_(part)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        return losses.sum()
+        return loss.summed(losses)
 
 
 class Float8Head(ChunkedHead):
@@ -185,27 +193,29 @@ class Float8Head(ChunkedHead):
     function: type[LinearCrossEntropy] | None = _LinearCrossEntropy
 
 
-def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor) -> Tensor:
-    """The gradient of the summed loss times FACTOR, in fp8, also written to `transposed`; writes each token's loss."""
+def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor, z_loss: float = 0.0) -> Tensor:
+    """The gradient of the summed losses times FACTOR, in fp8, also written to `transposed`; writes each token's losses."""
     if logits.is_cuda:
         from ultrascale.kernels import loss_triton
 
-        return loss_triton.loss_and_scaled_gradient(logits, targets, losses, FACTOR, transposed)
-    narrow = (loss.loss_and_gradient(logits, targets, losses) * FACTOR).to(transposed.dtype)
+        return loss_triton.loss_and_scaled_gradient(logits, targets, losses, FACTOR, transposed, z_loss)
+    narrow = (loss.loss_and_gradient(logits, targets, losses, z_loss) * FACTOR).to(transposed.dtype)
     transposed.copy_(narrow.t())
     return narrow
 
 
 def shard_scaled_gradient(
-    logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor, transposed: Tensor
+    logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor, transposed: Tensor, z_loss: float = 0.0
 ) -> Tensor:
     """The same of the columns of a vocabulary from `first` on; statistics [shards, 2, n]: those of all columns."""
     if logits.is_cuda:
         from ultrascale.kernels import loss_triton
 
-        log_sum = loss.shard_loss(statistics, targets, losses)
-        return loss_triton.scaled_gradient(logits, targets - first, log_sum, targets != IGNORE_INDEX, FACTOR, transposed)
-    narrow = (loss.shard_gradient(logits, targets, first, statistics, losses) * FACTOR).to(transposed.dtype)
+        log_sum = loss.shard_loss(statistics, targets, losses, z_loss)
+        return loss_triton.scaled_gradient(
+            logits, targets - first, log_sum, targets != IGNORE_INDEX, FACTOR, transposed, z_loss
+        )
+    narrow = (loss.shard_gradient(logits, targets, first, statistics, losses, z_loss) * FACTOR).to(transposed.dtype)
     transposed.copy_(narrow.t())
     return narrow
 

@@ -41,59 +41,84 @@ class ChunkedHead(Head):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of normed hidden states [b, s, h]."""
-        return linear_cross_entropy(hidden.flatten(0, -2), self.linear.weight, targets.flatten(), function=self.function)
+        return linear_cross_entropy(
+            hidden.flatten(0, -2),
+            self.linear.weight,
+            targets.flatten(),
+            function=self.function,
+            z_loss=self.criterion.z_loss,
+        )
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK, function: type[LinearCrossEntropy] | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int = CHUNK,
+    function: type[LinearCrossEntropy] | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Summed cross-entropy in fp32 of hidden [n, h] · weight [v, h]ᵀ; targets [n]: `IGNORE_INDEX` ones have no loss.
 
-    `function`: a subclass with other GEMMs.
+    `function`: a subclass with other GEMMs. `z_loss`: as in `CrossEntropy`, with one gradient for both losses.
     """
-    with_grad = torch.is_grad_enabled()
-    loss: Tensor = (function or LinearCrossEntropy).apply(hidden, weight, targets, chunk, with_grad)  # type: ignore[no-untyped-call]
+    arguments = hidden, weight, targets, (chunk, z_loss), torch.is_grad_enabled()
+    loss: Tensor = (function or LinearCrossEntropy).apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
+
+
+def empty_losses(tokens: int, hidden: Tensor, z_loss: float) -> Tensor:
+    """For each token's cross-entropy [n], or that and its z-loss [n, 2], in at least fp32."""
+    return torch.empty((tokens, 2) if z_loss else tokens, dtype=_wide(hidden.dtype), device=hidden.device)
+
+
+def summed(losses: Tensor) -> Tensor:
+    """Over tokens."""
+    return losses.sum() if losses.dim() == 1 else losses.sum(dim=0)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_grad: bool) -> Tensor:
-        losses = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, float], with_grad: bool
+    ) -> Tensor:
+        chunk, z_loss = settings
+        losses = empty_losses(len(hidden), hidden, z_loss)
         parts = [torch.split(part, chunk) for part in (hidden, targets, losses)]
         if not with_grad:
             for some, wanted, lost in zip(*parts, strict=True):
-                loss_and_gradient(some @ weight.t(), wanted, lost)
-            return losses.sum()
+                loss_and_gradient(some @ weight.t(), wanted, lost, z_loss)
+            return summed(losses)
         grad_hidden = torch.empty_like(hidden)
         trains = ctx.needs_input_grad[1]  # a head beside adapters is frozen
         grad_weight = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device) if trains else None
         for number, (some, wanted, lost, out) in enumerate(zip(*parts, torch.split(grad_hidden, chunk), strict=True)):
-            gradient = loss_and_gradient(some @ weight.t(), wanted, lost)
+            gradient = loss_and_gradient(some @ weight.t(), wanted, lost, z_loss)
             torch.mm(gradient, weight, out=out)
             if grad_weight is not None:
                 accumulate_matmul(grad_weight, gradient.t(), some, fresh=number == 0)
             del gradient  # before the next chunk's logits are allocated
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        return losses.sum()
+        return summed(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
+        grad = grad.view(-1)[0]  # of the sum of both losses: that of the z-loss is the same
         of_weight = None if grad_weight is None else scaled(grad_weight, grad, ctx.dtype)
         return grad_hidden * grad, of_weight, None, None, None
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
-    """Writes each token's loss to `losses`; returns the gradient of their sum, on a GPU in the memory of the logits."""
+def loss_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Writes each token's losses; returns the gradient of their sum, on a GPU in the memory of the logits."""
     if logits.is_cuda:
         from ultrascale.kernels import loss_triton
 
-        loss_triton.loss_and_gradient_(logits, targets, losses)
+        loss_triton.loss_and_gradient_(logits, targets, losses, z_loss)
         return logits
-    return shard_gradient(logits, targets, 0, shard_statistics(logits, targets, 0).unsqueeze(0), losses)
+    return shard_gradient(logits, targets, 0, shard_statistics(logits, targets, 0).unsqueeze(0), losses, z_loss)
 
 
 def shard_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -110,24 +135,29 @@ def shard_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     return torch.stack((wide.logsumexp(dim=-1), wide.gather(-1, local).squeeze(-1) * here))
 
 
-def shard_gradient(logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor) -> Tensor:
+def shard_gradient(
+    logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor, z_loss: float = 0.0
+) -> Tensor:
     """As `loss_and_gradient`, of these columns of the vocabulary; statistics [shards, 2, n]: those of all columns."""
     if logits.is_cuda:
         from ultrascale.kernels import loss_triton
 
-        loss_triton.shard_gradient_(logits, targets, first, statistics, losses)
+        loss_triton.shard_gradient_(logits, targets, first, statistics, losses, z_loss)
         return logits
-    log_sum, counts = shard_loss(statistics, targets, losses), targets != IGNORE_INDEX
+    log_sum, counts = shard_loss(statistics, targets, losses, z_loss), targets != IGNORE_INDEX
     gradient = (logits.to(losses.dtype) - log_sum.unsqueeze(-1)).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * log_sum).unsqueeze(-1)
     local, here = _local(targets, first, logits.shape[1])
     gradient.scatter_add_(-1, local, -here.to(gradient.dtype).unsqueeze(-1))
     return (gradient * counts.unsqueeze(-1)).to(logits.dtype)
 
 
-def shard_loss(statistics: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
-    """Writes each token's loss to `losses`, from the statistics of all shards; returns the log-sum-exp of all its logits."""
-    log_sum = statistics[:, 0].logsumexp(dim=0)
-    losses.copy_((log_sum - statistics[:, 1].sum(dim=0)) * (targets != IGNORE_INDEX))
+def shard_loss(statistics: Tensor, targets: Tensor, losses: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Writes each token's losses, from the statistics of all shards; returns the log-sum-exp of all its logits."""
+    log_sum, counts = statistics[:, 0].logsumexp(dim=0), targets != IGNORE_INDEX
+    loss = (log_sum - statistics[:, 1].sum(dim=0)) * counts
+    losses.copy_(torch.stack((loss, z_loss * log_sum.square() * counts), dim=-1) if z_loss else loss)
     return log_sum
 
 

@@ -34,18 +34,31 @@ def _log_sum_exp(start, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ig
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _to_gradient(start, log_sum, target, counts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _to_gradient(start, log_sum, target, counts, Z: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, BLOCK)
     for begin in range(0, COLUMNS, BLOCK):
         inside = begin + offsets < COLUMNS
         scores = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(scores - log_sum) - tl.where(begin + offsets == target, 1.0, 0.0)
+        gradient = tl.exp(scores - log_sum)
+        if Z:
+            gradient *= 1 + 2 * Z * log_sum
+        gradient -= tl.where(begin + offsets == target, 1.0, 0.0)
         tl.store(start + begin + offsets, tl.where(counts, gradient, 0.0).to(start.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _store_losses(losses, row, log_sum, own, counts, Z: tl.constexpr):  # type: ignore[no-untyped-def]
+    if Z:
+        tl.store(losses + 2 * row, tl.where(counts, log_sum - own, 0.0))
+        tl.store(losses + 2 * row + 1, tl.where(counts, Z * log_sum * log_sum, 0.0))
+    else:
+        tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _row(  # type: ignore[no-untyped-def]
-    logits, targets, losses, sums, factor, ignored, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVER: tl.constexpr,
+    logits, targets, losses, sums, factor, ignored,
+    Z: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * COLUMNS
@@ -53,17 +66,22 @@ def _row(  # type: ignore[no-untyped-def]
     counts = target != ignored
     own = tl.load(start + tl.where(counts, target, 0)).to(tl.float32)
     log_sum = _log_sum_exp(start, COLUMNS, BLOCK)
-    tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
+    _store_losses(losses, row, log_sum, own, counts, Z)
     if OVER:
-        _to_gradient(start, log_sum, target, counts, COLUMNS, BLOCK)
+        _to_gradient(start, log_sum, target, counts, Z, COLUMNS, BLOCK)
     else:
+        if Z:
+            factor *= 1 + 2 * Z * log_sum
         tl.store(sums + row, tl.where(counts, log_sum - tl.log(factor), float("inf")))
 
 
-def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-    """Overwrites logits [n, v] with the gradient of the summed loss; writes losses [n]."""
+def loss_and_gradient_(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, z_loss: float = 0.0) -> None:
+    """Overwrites logits [n, v] with the gradient of the summed losses; writes losses [n], or with z-loss [n, 2]."""
     rows, columns = logits.shape
-    _row[(rows,)](logits, targets, losses, losses, 1.0, IGNORE_INDEX, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS)
+    _row[(rows,)](
+        logits, targets, losses, losses, 1.0, IGNORE_INDEX,
+        Z=z_loss, COLUMNS=columns, BLOCK=BLOCK, OVER=True, num_warps=WARPS,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -90,7 +108,7 @@ def shard_statistics(logits: torch.Tensor, targets: torch.Tensor, first: int) ->
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _shard_gradient(  # type: ignore[no-untyped-def]
     logits, targets, losses, statistics, first, rows, shards, ignored,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SHARDS: tl.constexpr,
+    Z: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -100,14 +118,19 @@ def _shard_gradient(  # type: ignore[no-untyped-def]
     own = tl.sum(tl.load(statistics + (shard * 2 + 1) * rows + row, mask=shard < shards, other=0.0), 0)
     top = tl.max(sums, 0)
     log_sum = top + tl.log(tl.sum(tl.exp(sums - top), 0))
-    tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
-    _to_gradient(logits + row * COLUMNS, log_sum, target - first, counts, COLUMNS, BLOCK)
+    _store_losses(losses, row, log_sum, own, counts, Z)
+    _to_gradient(logits + row * COLUMNS, log_sum, target - first, counts, Z, COLUMNS, BLOCK)
 
 
 def shard_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, statistics: torch.Tensor, losses: torch.Tensor
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first: int,
+    statistics: torch.Tensor,
+    losses: torch.Tensor,
+    z_loss: float = 0.0,
 ) -> None:
-    """Overwrites logits [n, v], columns from `first` on, with the gradient of the summed loss; writes losses [n].
+    """The same for logits [n, v], columns of a vocabulary from `first` on.
 
     statistics [shards, 2, n]: what `shard_statistics` found in all columns.
     """
@@ -115,7 +138,7 @@ def shard_gradient_(
     shards = len(statistics)
     _shard_gradient[(rows,)](
         logits, targets, losses, statistics, first, rows, shards, IGNORE_INDEX,
-        COLUMNS=columns, BLOCK=BLOCK, SHARDS=triton.next_power_of_2(shards), num_warps=WARPS,
+        Z=z_loss, COLUMNS=columns, BLOCK=BLOCK, SHARDS=triton.next_power_of_2(shards), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -140,17 +163,23 @@ def _softmax_tile(  # type: ignore[no-untyped-def]
 
 
 def loss_and_scaled_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, factor: float, transposed: torch.Tensor
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    losses: torch.Tensor,
+    factor: float,
+    transposed: torch.Tensor,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """The gradient of the summed loss of logits [n, v], times `factor`, in the dtype of `transposed`; writes losses [n].
+    """The gradient of the summed losses of logits [n, v], times `factor`, in the dtype of `transposed`; writes the losses.
 
     `transposed`: columns [v, n] of a matrix, to which the gradient is written transposed.
     """
     rows, columns = logits.shape
     sums = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _row[(rows,)](
-        logits, targets, losses, sums, factor, IGNORE_INDEX, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS
-    )
+        logits, targets, losses, sums, factor, IGNORE_INDEX,
+        Z=z_loss, COLUMNS=columns, BLOCK=BLOCK, OVER=False, num_warps=WARPS,
+    )  # fmt: skip
     return _scaled_tiles(logits, targets, sums, factor, transposed)
 
 
@@ -161,19 +190,21 @@ def scaled_gradient(
     counts: torch.Tensor,
     factor: float,
     transposed: torch.Tensor,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """The same of logits [n, v], columns of a vocabulary, from the log-sum-exp of all its columns and which targets count.
 
     Targets are columns of these logits; others are in other columns.
     """
-    sums = torch.where(counts, log_sum - math.log(factor), math.inf)
+    own = log_sum - math.log(factor)
+    sums = torch.where(counts, own - torch.log1p(2 * z_loss * log_sum) if z_loss else own, math.inf)
     return _scaled_tiles(logits, targets, sums, factor, transposed)
 
 
 def _scaled_tiles(
     logits: torch.Tensor, targets: torch.Tensor, sums: torch.Tensor, factor: float, transposed: torch.Tensor
 ) -> torch.Tensor:
-    """`sums`: log-sum-exp of each row minus log(factor), infinite where its target is ignored."""
+    """`sums`: log-sum-exp of each row minus log(factor), the z-loss in it; infinite where its target is ignored."""
     rows, columns = logits.shape
     out = torch.empty(logits.shape, dtype=transposed.dtype, device=logits.device)
     _softmax_tile[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](

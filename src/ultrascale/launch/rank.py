@@ -48,6 +48,8 @@ class RunOutcome:
     """the signal that asked it to end"""
     kept: Path | None = None
     """the checkpoint of that step"""
+    reached_loss: float | None = None
+    """the loss at which train.stop_at_loss ended the run"""
     observed: Any = None
     """the result of `Observer.report`"""
 
@@ -122,7 +124,7 @@ def _train(
     batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
     engine = build_engine(job, mesh, training, batches)
     watchdog.at(0, "restoring")
-    start = _restore(engine, request, lambda: watchdog.at(0, "restoring"))
+    start, reached_loss = _restore(engine, request, lambda: watchdog.at(0, "restoring"))
     watchdog.at(start, "preparing checkpoints")
     checkpoints = None
     if out is not None and request.checkpoint.save:
@@ -134,6 +136,7 @@ def _train(
     recorder = MetricsRecorder(request, out, peak_flops, quiet, start) if rank_info.rank == 0 else None
     with StopSignals() as signals:
         loop = Loop(engine, recorder, checkpoints, lambda: signals.received, watchdog, observe(engine))
+        loop.reached_loss = reached_loss
         try:
             loop.run(start)
         finally:
@@ -143,7 +146,7 @@ def _train(
     measured = None if loop.stopped or loop.stats.memory is None else measurement(engine, loop.stats, peak_flops)
     kept = None if checkpoints is None or out is None else checkpoint.newest(out)
     observed = loop.observer.report()
-    return RunOutcome(loop.done, measured, loop.stopped, kept, observed) if rank_info.rank == 0 else None
+    return RunOutcome(loop.done, measured, loop.stopped, kept, loop.reached_loss, observed) if rank_info.rank == 0 else None
 
 
 def _notes(engine: Engine) -> list[str]:
@@ -184,12 +187,12 @@ def _share_resume(request: Request, rank_info: RankInfo, out: Path | None) -> Re
     return replace(request, resume=sent[0][0], weights=sent[0][1])
 
 
-def _restore(engine: Engine, request: Request, moving: Callable[[], None]) -> int:
-    """Loads the checkpoint or weights of the request; returns the first step."""
+def _restore(engine: Engine, request: Request, moving: Callable[[], None]) -> tuple[int, float | None]:
+    """Loads the checkpoint or weights of the request; returns the first step, and the loss that has reached the goal."""
     if request.weights is not None:
         restore(engine, checkpoint.open_checkpoint(request.weights), weights_alone=True, moving=moving)
     if request.resume is None:
-        return 0
+        return 0, None
     source = checkpoint.open_checkpoint(request.resume)
     restore(engine, source, moving=moving)
-    return source.step
+    return source.step, source.reached_loss if source.reaches_goal(engine.training) else None

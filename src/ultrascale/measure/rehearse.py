@@ -337,6 +337,22 @@ def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
     return float(view.state.gradients[stage])
 
 
+def _delta_rule_flops(job: Job, layout: Layout, layers: float, recomputed: float) -> float:
+    """Of batched GEMMs in a step's micro-batch: forward, forward again within backward, its two GEMMs for each, and with
+    recomputation of whatever kind forward once more. torch's counter sees the triangular system as GEMMs in backward alone.
+    """
+    linear = job.model.linear_attention
+    if linear is None:
+        return 0.0
+    keys, values, chunk = linear.key_head_dim, linear.value_head_dim, flops.DELTA_CHUNK
+    length = -(-job.seq // chunk) * chunk
+    forward = 2.0 * chunk * (2 * keys + values) + 6 * keys * values
+    # No gradient reaches the first state, and the last one's is nothing.
+    backward = 3 * length * forward + 2 * length * chunk * (keys + values) - 8 * chunk * keys * values
+    each = layers * (length * forward + backward) + recomputed * length * forward
+    return linear.value_heads / layout.tp * layout.mbs * each
+
+
 def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     """Of a step on one rank: the GEMMs of the cost model and the causal half of attention."""
     view = LayoutRows.of(job, layout)
@@ -379,6 +395,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
         total += count * (passes * sum(matmuls.values()) + 3 * (scores + adapters)) + recomputed * again
+        linear, repeated = (layers * model.linear_share(moe) for layers in (count, recomputed * (layout.recompute != "none")))
+        total += _delta_rule_flops(job, layout, linear, repeated)
         if frozen and share.embedding[stage] and not moe:  # nothing asks for the gradient of the first layer's input
             total -= matmuls["qkv"] + beside[0][1]
     of_stage = rows_of(share, slice(stage, stage + 1))

@@ -79,12 +79,12 @@ def amax(x: Tensor) -> Tensor:
     return _scalar(x)
 
 
-def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor) -> Tensor:
+def scaled_gradient(logits: Tensor, targets: Tensor, losses: Tensor, transposed: Tensor, z_loss: float) -> Tensor:
     return torch.empty_like(logits, dtype=transposed.dtype)
 
 
 def shard_scaled_gradient(
-    logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor, transposed: Tensor
+    logits: Tensor, targets: Tensor, first: int, statistics: Tensor, losses: Tensor, transposed: Tensor, z_loss: float
 ) -> Tensor:
     return torch.empty_like(logits, dtype=transposed.dtype)
 

@@ -192,7 +192,7 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
     forward, backward = trace
     yield from (_module_item(engine, f"{at}/forward", part) for part in forward)
     if loss is not None:
-        yield Item(f"{at}/loss", loss.detach().double().cpu())
+        yield Item(f"{at}/loss", loss.detach().squeeze().double().cpu())
     yield from (_module_item(engine, f"{at}/backward", part) for part in backward)
     if gradients:
         for weight in reversed(engine.weights):

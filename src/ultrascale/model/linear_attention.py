@@ -8,10 +8,13 @@ state to the next.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ultrascale.model.operators import RMSNorm, at_least_fp32
 from ultrascale.model.rotary import Rope
@@ -32,12 +35,16 @@ class ShortConvolution(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(channels, 1, linear.conv_kernel)))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._convolve(x, weight) for x, weight in zip(inputs, self.parameters(), strict=True))
+        return tuple(recomputed(_convolve, x, weight) for x, weight in zip(inputs, self.parameters(), strict=True))
 
-    @staticmethod
-    def _convolve(x: Tensor, weight: Tensor) -> Tensor:
-        padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
-        return F.silu(F.conv1d(padded, weight.to(x.dtype), groups=len(weight))).transpose(1, 2)
+
+def _convolve(x: Tensor, weight: Tensor) -> Tensor:
+    taps = weight.to(x.dtype).squeeze(1).unbind(-1)
+    padded = F.pad(x, (0, 0, len(taps) - 1, 0))
+    found = padded[:, : x.shape[1]] * taps[0]
+    for index, tap in enumerate(taps[1:], 1):
+        found = found + padded[:, index : index + x.shape[1]] * tap
+    return F.silu(found)
 
 
 class GatedDeltaNet(nn.Module):
@@ -82,7 +89,28 @@ class GatedDeltaRule(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor) -> Tensor:
-        return gated_delta_rule(q, k, v, log_decay, step)
+        return recomputed(gated_delta_rule, q, k, v, log_decay, step)
+
+
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`function` of these, which alone are saved: it is computed again in backward."""
+    out: Tensor = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+            return (None, *torch.autograd.grad(ctx.function(*inputs), inputs, grad))
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor, chunk: int = CHUNK) -> Tensor:
@@ -113,13 +141,14 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: T
         written = new_values[:, :, index] - old_keys[:, :, index] @ state
         outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ written)
         state = state * left[:, :, index] + keys[:, :, index].mT @ written
-    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2).to(v.dtype)
+    out: Tensor = torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2).to(v.dtype)
+    return out
 
 
 def initialize(name: str, out: Tensor, generator: torch.Generator) -> Tensor:
     """Initial values of a layer's convolutions and decays: a state's half-life is between a token and some hundred."""
     if ".conv." in name:
-        return out.uniform_(-1, 1, generator=generator) * out.shape[-1] ** -0.5
+        return out.uniform_(-1, 1, generator=generator).mul_(out.shape[-1] ** -0.5)
     if name.endswith("log_decay"):
         return out.uniform_(1, 16, generator=generator).log_()
     step = out.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
@@ -137,4 +166,5 @@ def _unit(x: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, pad: int, chunk: int) -> Tensor:
     """[b, s, heads, n] -> [b, heads, chunks, chunk, n]."""
-    return F.pad(x.transpose(1, 2), (0, 0, 0, pad)).unflatten(2, (-1, chunk))
+    padded = F.pad(x.transpose(1, 2), (0, 0, 0, pad))
+    return padded.reshape(*padded.shape[:2], -1, chunk, padded.shape[-1])

@@ -101,12 +101,20 @@ class Embedding(nn.Module):
 
 
 class CrossEntropy(nn.Module):
-    """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole."""
+    """Summed cross-entropy in fp32 of logits [b, s, vocab]: a sum, so that parts of a batch add up to the whole.
+
+    With `z_loss` the result is [2]: the cross-entropy, and z_loss · logsumexp(logits)² (PaLM, section 5), to be added to it.
+    """
+
+    z_loss = 0.0
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            at_least_fp32(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+        scores, targets = at_least_fp32(logits).flatten(0, -2), targets.flatten()
+        loss = F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        if not self.z_loss:
+            return loss
+        squares = scores.logsumexp(dim=-1).square() * (targets != IGNORE_INDEX)
+        return torch.stack((loss, self.z_loss * squares.sum()))
 
 
 class Head(nn.Module):

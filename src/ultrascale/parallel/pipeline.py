@@ -183,7 +183,10 @@ class Pipeline:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         scales: Float8GatherScales | None = None,
+        z_loss: bool = False,
     ) -> None:
+        """`z_loss`: whether the loss is a tensor of two, the cross-entropy and the z-loss."""
+        self.losses = (2,) if z_loss else ()
         self.mesh, self.schedule, self.scales = mesh, schedule, scales
         self.rank = mesh.pp.rank
         self.chunks = {chunk.stage: chunk for chunk in chunks}
@@ -200,11 +203,11 @@ class Pipeline:
         """the micro-batch whose forward is running; None outside of a forward, including during recomputation"""
 
     def step(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
-        """Runs one step, forward and backward; returns the sum of this rank's losses. `scale` [] weighs each token's loss."""
+        """Runs one step, forward and backward; returns the sums of this rank's losses. `scale` [] weighs each token's loss."""
         mailbox = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
         saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # input and output of a stage
         pending: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        total = torch.zeros((), device=self.mesh.device)
+        total = torch.zeros(self.losses, device=self.mesh.device)
         self.ran = []
         self._update_scales()
         for chunk in self.chunks.values():
@@ -237,10 +240,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Runs all forwards; returns the sum of this rank's losses."""
+        """Runs all forwards; returns the sums of this rank's losses."""
         route = forwards_only(self.schedule)
         mailbox = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
-        total = torch.zeros((), device=self.mesh.device)
+        total = torch.zeros(self.losses, device=self.mesh.device)
         self._update_scales()
         for action in route.actions[self.rank]:
             y = self._forward(self.chunks[action.stage], action, batch, mailbox)[1]
@@ -274,7 +277,7 @@ class Pipeline:
     def _backward(self, action: Action, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, mailbox: _StageMailbox) -> None:
         stage, k = action.stage, action.microbatch
         if stage == self.last_stage:
-            grad = scale.to(y.dtype)
+            grad = scale.to(y.dtype).expand_as(y)
         else:
             grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
         with torch.autograd.set_multithreading_enabled(False):  # faster, see benchmarks/gpu/README.md

@@ -26,6 +26,7 @@ from ultrascale.kernels.compile import checkpointed_from_outside
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import RecomputeRegion
 from ultrascale.model.adapters import ADAPTERS
+from ultrascale.model.linear_attention import GatedDeltaNet
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.self_attention import Mask
@@ -172,6 +173,8 @@ def _not_saved(block: Block, compiled: bool) -> Iterator[HasFactor]:
         yield partial(_has_storage_of, last)
     elif last is not None and last.weight.shape[1] != block.attention.out.weight.shape[0]:
         yield partial(_contracts, last.weight.shape[1])
+    if isinstance(block.attention, GatedDeltaNet):
+        yield _is_batched
     adapters = getattr(block.attention, ADAPTERS, None)
     if adapters is not None:
         yield partial(_contracts, adapters.rank)
@@ -179,6 +182,11 @@ def _not_saved(block: Block, compiled: bool) -> Iterator[HasFactor]:
 
 def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:
     return factor.untyped_storage() is last.weight.untyped_storage()
+
+
+def _is_batched(factor: Tensor) -> bool:
+    """Of the GEMMs of a delta rule, whose output alone would have to be saved."""
+    return factor.dim() == 3
 
 
 def _contracts(width: int, factor: Tensor) -> bool:

@@ -325,13 +325,15 @@ class VocabParallelCrossEntropy(CrossEntropy):
         self.axis = axis
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = _VocabParallelCrossEntropy.apply(logits, targets, self.axis)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _VocabParallelCrossEntropy.apply(logits, targets, self.axis, self.z_loss)  # type: ignore[no-untyped-call]
         return loss
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, logits: torch.Tensor, targets: torch.Tensor, axis: Axis, z_loss: float
+    ) -> torch.Tensor:
         scores = logits.float()
         top = comm.all_reduce(scores.amax(dim=-1), axis, op="max")
         shares = (scores - top.unsqueeze(-1)).exp_()
@@ -344,16 +346,21 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total, target_score = sums.unbind()
         counts = targets != IGNORE_INDEX
         shares.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(shares, local, here, counts)
-        ctx.dtype = logits.dtype
-        return ((total.log() + top - target_score) * counts).sum()
+        log_sum = total.log() + top
+        ctx.save_for_backward(shares, local, here, counts, log_sum if z_loss else None)
+        ctx.dtype, ctx.z_loss = logits.dtype, z_loss
+        loss = ((log_sum - target_score) * counts).sum()
+        return torch.stack((loss, z_loss * (log_sum.square() * counts).sum())) if z_loss else loss
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        shares, local, here, counts = ctx.saved_tensors
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        shares, local, here, counts, log_sum = ctx.saved_tensors
+        if log_sum is not None:
+            grad = grad[0]  # of the sum of both: that of the other is the same
+            shares.mul_((1 + 2 * ctx.z_loss * log_sum).unsqueeze(-1))
         # The softmax is not needed again: the gradient is written into its memory.
         shares.scatter_add_(-1, local.unsqueeze(-1), -here.to(shares.dtype).unsqueeze(-1))
-        return shares.mul_((counts * grad).unsqueeze(-1)).to(ctx.dtype), None, None
+        return shares.mul_((counts * grad).unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
 class TensorParallelExperts(MixtureOfExperts):

@@ -41,7 +41,9 @@ class VocabParallelChunkedHead(ChunkedHead):
         ranks = self.axis.size if self.sequence else 1
         slices = torch.unflatten(targets, 1, (ranks, -1)).transpose(0, 1).flatten(1)
         rows = hidden.flatten(0, -2)
-        return vocab_parallel_cross_entropy(rows, self.linear.weight, slices, self.axis, function=self.function)
+        return vocab_parallel_cross_entropy(
+            rows, self.linear.weight, slices, self.axis, function=self.function, z_loss=self.criterion.z_loss
+        )
 
 
 def vocab_parallel_cross_entropy(
@@ -51,13 +53,14 @@ def vocab_parallel_cross_entropy(
     axis: Axis,
     chunk: int = CHUNK,
     function: type[LinearCrossEntropy] | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Summed cross-entropy, as `linear_cross_entropy`, of this rank's weight [v/ranks, h]; the same on all ranks.
 
     hidden [n/slices, h]: this rank's slice, or all tokens if there is one; targets [slices, n/slices]. A rank has `chunk` · v
     logits at a time, as many as without tensor parallelism.
     """
-    arguments = hidden, weight, targets, (chunk, axis), torch.is_grad_enabled()
+    arguments = hidden, weight, targets, (chunk, z_loss, axis), torch.is_grad_enabled()
     total: Tensor = (function or VocabParallelLinearCrossEntropy).apply(*arguments)  # type: ignore[no-untyped-call]
     return total
 
@@ -65,24 +68,24 @@ def vocab_parallel_cross_entropy(
 class VocabParallelLinearCrossEntropy(LinearCrossEntropy):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, Axis], with_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, float, Axis], with_grad: bool
     ) -> Tensor:
-        chunk, axis = settings
-        slices, wide = len(targets), torch.promote_types(hidden.dtype, torch.float32)
+        chunk, z_loss, axis = settings
+        slices = len(targets)
         length = chunk * axis.size // slices  # tokens of a slice in a chunk
-        losses = torch.empty(targets.numel(), dtype=wide, device=hidden.device)
+        losses = loss.empty_losses(targets.numel(), hidden, z_loss)
         parts = torch.split(targets, length, dim=1), torch.split(losses, slices * length)
         chunks = _gathered(torch.split(hidden, length), axis) if slices > 1 else iter(torch.split(hidden, length))
         if not with_grad:
             for wanted, lost in zip(*parts, strict=True):
-                _loss_and_gradient(next(chunks), weight, wanted.flatten(), lost, axis)
-            return losses.sum()
+                _loss_and_gradient(next(chunks), weight, wanted.flatten(), lost, axis, z_loss)
+            return loss.summed(losses)
         grad_hidden = torch.empty_like(hidden)
         trains = ctx.needs_input_grad[1]
-        grad_weight = torch.empty(weight.shape, dtype=wide, device=weight.device) if trains else None
+        grad_weight = torch.empty(weight.shape, dtype=losses.dtype, device=weight.device) if trains else None
         for number, (wanted, lost, out) in enumerate(zip(*parts, torch.split(grad_hidden, length), strict=True)):
             some = next(chunks)
-            gradient = _loss_and_gradient(some, weight, wanted.flatten(), lost, axis)
+            gradient = _loss_and_gradient(some, weight, wanted.flatten(), lost, axis, z_loss)
             if slices > 1:
                 reduction = comm.reduce_scatter_start(gradient @ weight, axis, out=out)
             else:
@@ -93,7 +96,7 @@ class VocabParallelLinearCrossEntropy(LinearCrossEntropy):
             del some, gradient  # before the next chunk's are allocated
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        return losses.sum()
+        return loss.summed(losses)
 
 
 def _gathered(parts: Sequence[Tensor], axis: Axis) -> Iterator[Tensor]:
@@ -106,9 +109,9 @@ def _gathered(parts: Sequence[Tensor], axis: Axis) -> Iterator[Tensor]:
     yield gathering.wait()
 
 
-def _loss_and_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, axis: Axis) -> Tensor:
+def _loss_and_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, axis: Axis, z_loss: float) -> Tensor:
     logits = hidden @ weight.t()
-    return loss.shard_gradient(logits, targets, axis.rank * len(weight), _statistics(logits, targets, axis), losses)
+    return loss.shard_gradient(logits, targets, axis.rank * len(weight), _statistics(logits, targets, axis), losses, z_loss)
 
 
 def _statistics(logits: Tensor, targets: Tensor, axis: Axis) -> Tensor:
@@ -122,16 +125,16 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, Axis], with_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[int, float, Axis], with_grad: bool
     ) -> Tensor:
-        chunk, axis = settings
-        slices, wide = len(targets), torch.promote_types(hidden.dtype, torch.float32)
+        chunk, z_loss, axis = settings
+        slices = len(targets)
         length = chunk * axis.size // slices
         if any(slices * tokens % FP8_TOKENS["tensor"] for tokens in (length, len(hidden))):
             return VocabParallelLinearCrossEntropy.forward(ctx, hidden, weight, targets, settings, with_grad)
         of_hidden = float8_block.amax(hidden) if slices == 1 else comm.all_reduce(float8_block.amax(hidden), axis, op="max")
         own, table = float8_block.cast(hidden, of_hidden, E4M3), float8_block.cast_rows(weight)
-        losses = torch.empty(targets.numel(), dtype=wide, device=hidden.device)
+        losses = loss.empty_losses(targets.numel(), hidden, z_loss)
         parts = list(zip(torch.split(targets, length, dim=1), torch.split(losses, slices * length), strict=True))
         narrow = torch.split(own.data.view(torch.uint8), length)
         gathered = _gathered(narrow, axis) if slices > 1 else iter(narrow)
@@ -150,8 +153,8 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
 
         if not with_grad:
             for wanted, lost in parts:
-                loss.shard_loss(statistics(next(chunks), wanted.flatten())[1], wanted.flatten(), lost)
-            return losses.sum()
+                loss.shard_loss(statistics(next(chunks), wanted.flatten())[1], wanted.flatten(), lost, z_loss)
+            return loss.summed(losses)
         transposed, first = float8_block.cast_transposed(weight, amax_bound(table)), axis.rank * len(weight)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         back = torch.full((), 1 / FACTOR, device=weight.device)
@@ -167,19 +170,19 @@ class _VocabParallelFloat8CrossEntropy(VocabParallelLinearCrossEntropy):
                 float8_block.transpose(rows, of_input)
                 logits, found = statistics(rows, wanted.flatten())
                 del rows
-                gradient = float8.shard_scaled_gradient(logits, wanted.flatten(), first, found, lost, of_logits)
+                gradient = float8.shard_scaled_gradient(logits, wanted.flatten(), first, found, lost, of_logits, z_loss)
                 del logits  # before the next chunk's are allocated
                 part = multiply(GemmOperand(gradient, back), transposed, hidden.dtype)
                 del gradient
                 pending.wait()
                 pending = start(part, out)
                 del part
-            summed = multiply(GemmOperand(gradients, back), GemmOperand(inputs, own.scale), wide)
+            summed = multiply(GemmOperand(gradients, back), GemmOperand(inputs, own.scale), losses.dtype)
             grad_weight = summed if grad_weight is None else grad_weight.add_(summed)
         pending.wait()
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        return losses.sum()
+        return loss.summed(losses)
 
 
 class VocabParallelFloat8Head(VocabParallelChunkedHead, Float8Head):

@@ -26,6 +26,7 @@ JOB_FIELDS = (
     "precision",
     "gradients",
     "optimizer",
+    "ema",
     "attention",
     "dropout",
     "adapter_rank",

@@ -76,6 +76,14 @@ def show_end(console: Console, run: Run) -> None:
         kept = f"; checkpoint {outcome.kept.name}: resume with {again}" if outcome.kept else "; no checkpoint was saved"
         line = f"stopped by {outcome.stopped} after step {outcome.step} of {run.request.training.steps}{kept}"
         console.print(line, soft_wrap=True)  # a command in one piece, to copy
+    elif (loss := outcome.reached_loss) is not None:
+        training = run.request.training
+        kind = "evaluation's loss" if training.eval_every else "loss"
+        kept = f"; checkpoint {outcome.kept.name}" if outcome.kept else "; no checkpoint was saved"
+        goal = f"at most train.stop_at_loss = {training.stop_at_loss:g}"
+        console.print(
+            f"ended after step {outcome.step} of {training.steps}: the {kind} is {loss:.4g}, {goal}{kept}", soft_wrap=True
+        )
     elif outcome.measured is None:
         line = f"all {outcome.step} steps were done already; for more: {again} --steps {2 * outcome.step}"
         console.print(line, soft_wrap=True)
@@ -105,6 +113,6 @@ def run_json(run: Run) -> dict[str, Any]:
     return {
         **attributes(run, "folder", "predicted"),
         "layout": run.request.layout,
-        **attributes(outcome, "step", "stopped", "measured"),
+        **attributes(outcome, "step", "stopped", "reached_loss", "measured"),
         "checkpoint": outcome.kept,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -39,7 +39,16 @@ class OptimizerSpec:
         """What steps such a weight."""
         return self.matrices if is_hidden_matrix and self.matrices is not None else self
 
+    def with_ema(self) -> OptimizerSpec:
+        """With the bytes of a mean of the weights in fp32 (`Job.ema`) among its states."""
+        return replace(
+            self,
+            state_bytes=self.state_bytes + EMA_BYTES,
+            matrices=None if self.matrices is None else self.matrices.with_ema(),
+        )
 
+
+EMA, EMA_BYTES = "ema", 4  # its name among an optimizer's moments
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Two fp32 moments for AdamW (Kingma 2015; the playbook's `optimstates`), the same in bf16 or in 8 bits (Dettmers 2022), one
 # fp32 moment for momentum, for Muon's matrices (Jordan 2024) and for Lion (Chen 2023).
@@ -65,6 +74,9 @@ class Job(FrozenSpec):
     precision: Precision = Field("bf16", description="of the matmuls; weights have an fp32 master unless fp32")
     gradients: Literal["fp32", "bf16"] = Field("fp32", description="in which gradients are accumulated and reduced")
     optimizer: Optimizer = Field("adamw", description="the optimizer, whose states count in the memory")
+    ema: bool = Field(
+        False, strict=True, description="whether a moving mean of the weights is kept beside them, which counts in the memory"
+    )
     framework: Framework = Field(
         default_factory=lambda given: Framework.own(given["cluster"].gpu.name if "cluster" in given else ""),
         description="the engine that runs it: fusions, kernels, overlap; ours unless another is named",
@@ -113,9 +125,15 @@ class Job(FrozenSpec):
         return max(1, round(self.batch_tokens / self.seq))
 
     @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer, with the mean of the weights among its bytes."""
+        spec = OPTIMIZERS[self.optimizer]
+        return spec.with_ema() if self.ema else spec
+
+    @property
     def state_bytes(self) -> float:
         """Of the optimizer's states per parameter, in the mean over the model."""
-        spec = OPTIMIZERS[self.optimizer]
+        spec = self.optimizer_spec
         if spec.matrices is None:
             return spec.state_bytes
         matrices = self.model.hidden_matrix_elements / self.model.parameters

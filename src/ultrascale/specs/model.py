@@ -261,6 +261,11 @@ class Model(FrozenSpec):
         """How many layers have experts (or not) and linear attention (or not)."""
         return Counter((self.is_moe_layer(layer), self.is_linear(layer)) for layer in range(self.layers))
 
+    def linear_share(self, moe: bool) -> float:
+        """Share of the layers with experts, or of those without, that have linear attention."""
+        kinds = self.layer_kinds
+        return kinds[moe, True] / max(1, kinds[moe, True] + kinds[moe, False])
+
     def is_moe_layer(self, index: int) -> bool:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of a model with {self.layers} layers")

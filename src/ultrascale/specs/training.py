@@ -65,6 +65,9 @@ class Training(FrozenSpec):
         0.95, ge=0, lt=1, strict=True, description="decay of the mean squared gradient (AdamW), of momentum (Lion)"
     )
     eps: float = Field(1e-8, gt=0, le=1, strict=True, description="Adam's term below the fraction")
+    ema_decay: float = Field(
+        0.999, ge=0, lt=1, strict=True, description="of the moving mean of weights that job.ema keeps, in each step"
+    )
     muon_momentum: float = Field(0.95, ge=0, lt=1, strict=True, description="Muon: Nesterov momentum of matrices")
     muon_scale: MuonScale = Field(
         "match_rms_adamw",
@@ -72,8 +75,26 @@ class Training(FrozenSpec):
         "an update of AdamW so that one lr fits both, or sqrt(max(1, m / n)) (original)",
     )
     clip: float = Field(1.0, ge=0, le=1e6, strict=True, description="highest gradient norm; 0: no clipping")
+    clip_value: float = Field(
+        0.0, ge=0, le=1e6, strict=True, description="highest absolute value in a gradient, after clip; 0: no clipping"
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        strict=True,
+        description="weight of the squared log-sum-exp of each token's logits, which is added to its loss; 0: none",
+    )
     eval_every: int = Field(0, ge=0, le=2**40, strict=True, description="steps between evaluations; 0: none")
     eval_batches: int = Field(4, ge=1, le=2**20, strict=True, description="global batches in one evaluation")
+    stop_at_loss: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        strict=True,
+        examples=[2.5],
+        description="the run ends after a step with a loss of at most this: the evaluation's with eval_every, else the step's",
+    )
     data: str = Field(
         "stdlib",
         min_length=1,
@@ -159,7 +180,7 @@ class Training(FrozenSpec):
         600.0, gt=0, le=1e6, strict=True, description="seconds without progress until a run names who holds it up and ends"
     )
 
-    @field_validator("lr", "eps", "weight_decay", "balance_loss", "router_bias_rate", mode="before")
+    @field_validator("lr", "eps", "weight_decay", "clip_value", "z_loss", "balance_loss", "router_bias_rate", mode="before")
     @classmethod
     def _power_of_ten(cls, value: Any) -> Any:
         # YAML 1.1 reads 1e-3 as text, since it has no point; people write learning rates that way.

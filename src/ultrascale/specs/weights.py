@@ -5,12 +5,15 @@ Counts follow the module trees of `transformers`, so that a total equals the ele
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from ultrascale.specs.model import Model
+
+
+Number = TypeVar("Number", float, Any)  # or an array
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,13 @@ def layer_weights(model: Model, moe: bool, linear: bool = False) -> list[WeightS
     return [*trunk, *(router(model) + shared_expert(model) if moe else mlp(model, model.ffn))]
 
 
+def mean_of_layers(model: Model, moe: bool, of: Callable[[list[WeightShape]], Number]) -> Number:
+    """Of a layer's weights, in the mean over layers with and without linear attention."""
+    share = model.linear_share(moe) if model.linear_attention is not None else 0.0
+    full = of(layer_weights(model, moe))
+    return full if not share else (1 - share) * full + share * of(layer_weights(model, moe, linear=True))
+
+
 def positions(model: Model) -> list[WeightShape]:
     return [WeightShape(model.max_positions or 0, model.hidden, matmul=False)] if model.positions == "learned" else []
 
@@ -169,9 +179,11 @@ def embedding(model: Model) -> list[WeightShape]:
     return [vocabulary(model), *positions(model)]
 
 
-def multiplied_elements(model: Model, moe: bool) -> int:
-    """Elements of one layer's matrices that a token is multiplied by: of routed experts, those that it is sent to."""
-    found = elements(weight for weight in layer_weights(model, moe) if weight.matmul)
+def multiplied_elements(model: Model, moe: bool) -> float:
+    """Elements of one layer's matrices that a token is multiplied by, in the mean over layers: of routed experts, those that it
+    is sent to.
+    """
+    found: float = mean_of_layers(model, moe, lambda layer: float(elements(weight for weight in layer if weight.matmul)))
     if moe and model.moe is not None:
         expert = elements(weight for weight in mlp(model, model.moe.expert_ffn) if weight.matmul)
         found += model.hidden * model.moe.experts + model.moe.top_k * expert

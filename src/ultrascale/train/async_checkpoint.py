@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +28,7 @@ from ultrascale.parallel.mesh import group_timeout_s
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import RunError, SpecError
 from ultrascale.specs.folders import free_bytes
+from ultrascale.specs.job import EMA
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import GIB
 from ultrascale.train import checkpoint
@@ -56,6 +57,8 @@ class CheckpointManager:
         self._data = DataDigest(engine.training, engine.job.model.vocab, run) if engine.mesh.rank == 0 else None
         self.saved: int | None = None
         """the step of the last complete checkpoint that this run wrote"""
+        self.reached_loss: float | None = None
+        """the loss that ends the run, of the final checkpoint"""
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copying = False
@@ -164,11 +167,12 @@ class CheckpointManager:
             layout=engine.mesh.layout,
             training=engine.training,
             updates=engine.optimizer.updates,
-            moments=engine.optimizer.spec.all_moments if self._has_moments else (),
+            moments=engine.optimizer.all_moments if self._has_moments else (),
             loss_scale=scale.value if scale.used else None,
             good_steps=scale.good,
             checkpointing=self.settings,
             base=engine.base,
+            reached_loss=self.reached_loss,
         )
 
     @property
@@ -224,10 +228,11 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
     engine.optimizer.continued(0 if weights_alone else source.updates)
     optimizer, has_moments = engine.optimizer, engine.optimizer.updates > 0
     buffers = {(id(weight), "model"): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
+    absent = (EMA,) if EMA not in source.moments else ()  # the run begins to keep a mean of the weights
     if has_moments and optimizer.spec.in_bf16:
-        moments = [(weight, name) for weight in engine.weights for name in optimizer.moments(weight)]
+        moments = [(weight, name) for weight in engine.weights for name in optimizer.moments(weight) if name != EMA]
         buffers |= {(id(weight), f"optimizer.{name}"): torch.empty(weight.master.shape) for weight, name in moments}
-    pieces = _states(engine, False, has_moments, buffers)
+    pieces = _states(engine, False, has_moments, buffers, absent)
     rng_states = {} if weights_alone else _saved_rng_states(engine, source)
     _load(pieces | rng_states, source, group, moving)
     for name in _rng_states(engine).get("random", {}):
@@ -243,6 +248,8 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
         for name in optimizer.moments(head) if has_moments else ():
             optimizer.set_moment(head, name, optimizer.moment(embedding, name))
     optimizer.fill()
+    if not has_moments or absent:
+        optimizer.start_ema()
     if not weights_alone and source.loss_scale is not None and engine.scale.used:
         engine.scale.value, engine.scale.good = source.loss_scale, source.good_steps
 
@@ -286,11 +293,17 @@ def _allocate(states: Pieces, pinned: bool) -> torch.Tensor:
     return buffer
 
 
-def _states(engine: Engine, own: bool, moments: bool, buffers: Mapping[tuple[int, str], torch.Tensor] | None = None) -> Pieces:
+def _states(
+    engine: Engine,
+    own: bool,
+    moments: bool,
+    buffers: Mapping[tuple[int, str], torch.Tensor] | None = None,
+    absent: Collection[str] = (),
+) -> Pieces:
     """Weights of this rank, and moments; `own`: of those replicated on several ranks, only the ones that this rank writes.
 
     In fp32: split masters and moments in bf16 are converted when they are read, and loaded into `buffers`, by id of the weight
-    and section.
+    and section. `absent`: moments that a checkpoint does not have.
     """
     optimizer, pieces = engine.optimizer, Pieces()
     for number, weight in enumerate(engine.weights):
@@ -300,7 +313,8 @@ def _states(engine: Engine, own: bool, moments: bool, buffers: Mapping[tuple[int
         shape, sizes = weight.shard.shape, tuple(weight.master.shape)
         tensors: dict[str, Callable[[], torch.Tensor]] = {"model": weight.exact}
         if moments:
-            tensors |= {f"optimizer.{name}": partial(optimizer.moment, weight, name) for name in optimizer.moments(weight)}
+            names = [name for name in optimizer.moments(weight) if name not in absent]
+            tensors |= {f"optimizer.{name}": partial(optimizer.moment, weight, name) for name in names}
         for section, tensor in tensors.items():
             if buffers is not None and (id(weight), section) in buffers:
                 tensor = partial(_itself, buffers[id(weight), section])

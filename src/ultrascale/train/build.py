@@ -73,7 +73,7 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
     if why_not_gathered_in_fp8(job, layout, training) is None:
         groups = [group for module in modules for group in float8.weights(module)]
         scales = Float8GatherScales(groups, mesh.shard, dtype, device) if groups else None
-    pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales)
+    pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales, training.z_loss > 0)
     return Engine(job, mesh, training, batches, pipeline, weights, frozen, routers, own, autotuned)
 
 
@@ -118,6 +118,8 @@ def _chunk(
             vocab_loss.apply(module, mesh.tp, layout.sequence_parallel)
         elif own.loss:
             loss.apply(module)
+        if module.head is not None:
+            module.head.criterion.z_loss = training.z_loss
         if job.precision == "fp8":
             forms = (TensorParallelFloat8Block, VocabParallelFloat8Head) if mesh.tp.size > 1 else ()
             float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device, *forms)

@@ -18,7 +18,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import SpecError, os_reason
 from ultrascale.specs.files import read_text, write_text
 from ultrascale.specs.folders import CHECKPOINTS, MANIFEST, STEP_FOLDER, step_folder, sync_folder
-from ultrascale.specs.job import Job
+from ultrascale.specs.job import EMA, Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import job_from_mapping, job_to_mapping
 from ultrascale.specs.training import Training
@@ -65,8 +65,15 @@ class CheckpointState(BaseModel):
     checkpointing: Checkpointing = Checkpointing()
     base: Path | None = None
     """the checkpoint that has the frozen weights, where this one holds adapters alone; None: they are as initialized"""
+    reached_loss: float | None = None
+    """the loss that was low enough for train.stop_at_loss"""
     data: str | int | None = None
     """digest of the data that was trained on (data/digest.py); a number in checkpoints of earlier versions"""
+
+    def reaches_goal(self, training: Training) -> bool:
+        """Whether train.stop_at_loss of a run that resumes has been reached."""
+        goal = training.stop_at_loss
+        return goal is not None and self.reached_loss is not None and self.reached_loss <= goal
 
 
 class Checkpoint(CheckpointState):
@@ -87,15 +94,15 @@ class Checkpoint(CheckpointState):
 
         return ShardReader(self.folder, self.files).read_metadata().state_dict_metadata
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One whole parameter in fp32."""
+    def tensor(self, name: str, section: str = "model") -> torch.Tensor:
+        """One whole parameter, or one of its moments, in fp32."""
         import torch
 
         from ultrascale.train.dcp_io import TensorSlice, load
 
         shape = self.shapes()[name]
         whole = torch.empty(shape)
-        load({"model": {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.files, None)
+        load({section: {name: TensorSlice.whole(shape, lambda: whole)}}, self.folder, self.files, None)
         return whole
 
 
@@ -163,7 +170,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise SpecError(f"{path} says format {given!r:.60} but this version reads '{FORMAT}'")
     if data.pop("checksum", None) != _checksum(data):
         raise SpecError(f"checkpoint {folder} is damaged: {MANIFEST} is not what was written{others(folder)}")
-    data.setdefault("base", None)  # checkpoints of earlier versions
+    for name in ("base", "reached_loss"):  # checkpoints of earlier versions
+        data.setdefault(name, None)
     wanted = [*CheckpointState.model_fields, "files"]
     if missing := [name for name in wanted if name not in data]:
         raise SpecError(f"checkpoint's {MANIFEST} has no field '{missing[0]}': it was written by another version")
@@ -182,11 +190,21 @@ def base_of(adapters: Checkpoint) -> Checkpoint | None:
     return open_checkpoint(adapters.base)
 
 
-def merged(source: Checkpoint) -> tuple[Checkpoint, Callable[[str], torch.Tensor]]:
-    """The checkpoint that holds all weights, and each whole weight in fp32 with what adapters add to it."""
-    rank = source.job.adapter_rank
+def trained(source: Checkpoint, ema: bool) -> Callable[[str], torch.Tensor]:
+    """Each whole weight that the checkpoint holds in fp32, or its moving mean."""
+    if ema and EMA not in source.moments:
+        raise SpecError(f"{source.folder} holds no moving mean of its weights: leave --ema out, or train with job.ema=true")
+    return partial(source.tensor, section=f"optimizer.{EMA}") if ema else source.tensor
+
+
+def merged(source: Checkpoint, ema: bool = False) -> tuple[Checkpoint, Callable[[str], torch.Tensor]]:
+    """The checkpoint that holds all weights, and each whole weight in fp32 with what adapters add to it.
+
+    `ema`: the moving mean of what was trained.
+    """
+    own, rank = trained(source, ema), source.job.adapter_rank
     if rank is None:
-        return source, source.tensor
+        return source, own
     from ultrascale.model.adapters import adapted
 
     base, pairs = base_of(source), adapted(source.shapes())
@@ -196,7 +214,7 @@ def merged(source: Checkpoint) -> tuple[Checkpoint, Callable[[str], torch.Tensor
     def tensor(name: str) -> torch.Tensor:
         weight = base.tensor(name)
         if name in pairs:
-            down, up = map(source.tensor, pairs[name])
+            down, up = map(own, pairs[name])
             weight.addmm_(up, down, alpha=source.training.adapter_alpha / rank)
         return weight
 
@@ -307,8 +325,6 @@ def write_weights(
     tensor: Callable[[str], torch.Tensor],
 ) -> Path:
     """Writes a checkpoint of step 0 without optimizer states, one tensor in memory at a time."""
-    from functools import partial
-
     from ultrascale.train.dcp_io import TensorSlice, save
 
     begin(run)

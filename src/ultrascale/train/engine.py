@@ -42,6 +42,8 @@ class StepResult:
     """fp16: gradients overflowed; the weights were not updated and the loss scale was halved"""
     loads: RouterLoads | None = None
     """loads of the experts; None for a dense model"""
+    z_loss: float | None = None
+    """with train.z_loss: what is added to the loss; the mean over the same tokens"""
     stop: bool = False
     """some rank received a signal to end the run"""
 
@@ -115,7 +117,10 @@ class Engine:
         return self.update(number, loss)
 
     def backward(self, batch: Batch) -> torch.Tensor:
-        """Runs forward and backward of a step's batch; leaves the (scaled) gradients in place. Returns the mean loss."""
+        """Runs forward and backward of a step's batch; leaves the (scaled) gradients in place.
+
+        Returns the means of cross-entropy and, if there is one, z-loss.
+        """
         self._batch = batch
         # Data ranks average their gradients: with this weight, the average is the gradient of the mean over all losses.
         self._loss_weight.fill_(self.scale.value * self.mesh.data.size / batch.losses)
@@ -147,16 +152,18 @@ class Engine:
         """Norm, clipping and optimizer step, from the gradients of `backward`."""
         norm = self.optimizer.norm() / self.scale.value
         rate = learning_rate(self.training, number)
-        values = AsyncHostCopy(torch.stack((loss, norm, self._stop)))  # stacked: one device-to-host sync
+        values = AsyncHostCopy(torch.cat((loss, torch.stack((norm, self._stop)))))  # stacked: one device-to-host sync
         queued = self.optimizer.inner is None
         if queued:  # before the host has read the values, so that the GPU does not wait for it
             factor = self._clip_factor(norm)
-            self.optimizer.step(rate, torch.where(torch.isfinite(loss) & torch.isfinite(norm), factor, torch.nan))
+            self.optimizer.step(rate, torch.where(torch.isfinite(loss[0]) & torch.isfinite(norm), factor, torch.nan))
         began = time.perf_counter()
-        mean, length, stop = values.wait()
+        mean, *z_loss, length, stop = values.wait()
         if self.cuda_graphs is not None:
             self.cuda_graphs.waited(time.perf_counter() - began)
-        result = StepResult(mean, length, rate, skipped=False, loads=self._loads, stop=bool(stop))
+        result = StepResult(
+            mean, length, rate, skipped=False, loads=self._loads, z_loss=next(iter(z_loss), None), stop=bool(stop)
+        )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             if queued:
                 self.optimizer.updates -= 1  # it changed nothing
@@ -168,6 +175,7 @@ class Engine:
             self.optimizer.step(rate, float(self._clip_factor(torch.tensor(length, dtype=torch.float64))))
         if self.balance is not None and self._loads is not None:
             self.balance.update_biases(self._loads)
+        self.optimizer.update_ema()
         self.scale.update(overflow=False)
         return result
 
@@ -181,7 +189,7 @@ class Engine:
         total, losses = torch.zeros((), device=self.mesh.device), 0
         for number in range(batches):
             batch = self.read(number, held_out=True)
-            total += self._sum_of_losses(self.pipeline.evaluate(batch))
+            total += self._sum_of_losses(self.pipeline.evaluate(batch))[0]
             losses += batch.losses
         for chunk in self.pipeline.chunks.values():
             chunk.gradients.reshard()
@@ -239,9 +247,10 @@ class Engine:
 
     def _sum_of_losses(self, total: torch.Tensor) -> torch.Tensor:
         """All-reduces losses and stop request. Only last stages have a loss, which is the same on each of their tp ranks."""
-        sent = torch.stack([total, torch.full_like(total, float(self.stop_requested))])
-        loss, self._stop = comm.all_reduce(sent, self.mesh.world).unbind()
-        return loss / self.mesh.tp.size
+        losses = total.view(-1)
+        sent = comm.all_reduce(torch.cat((losses, losses.new_full((1,), float(self.stop_requested)))), self.mesh.world)
+        self._stop = sent[-1]
+        return sent[:-1] / self.mesh.tp.size
 
     def _not_finite_message(self, number: int, result: StepResult) -> str:
         own = self.optimizer.first_not_finite()

@@ -45,7 +45,7 @@ from ultrascale.train.log import rows_through, step_of_row, write_rows
 if TYPE_CHECKING:
     from ultrascale.train.request import Request
 
-JOB_FIELDS = ("precision", "gradients")  # fields of the job that a resumed run may change
+JOB_FIELDS = ("precision", "gradients", "ema")  # fields of the job that a resumed run may change
 
 
 class LastLaunch(BaseModel):

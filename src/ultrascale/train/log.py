@@ -66,6 +66,8 @@ class StepRecord:
     eval_loss: float | None = None
     checkpoint_s: float | None = None
     """how long checkpoints have blocked training since the last row"""
+    z_loss: float | None = None
+    """with train.z_loss: what is added to the loss"""
     balance_loss: float | None = None
     """mean over sequences and MoE layers; 1 is perfectly balanced"""
     expert_load: tuple[float, ...] | None = None
@@ -175,6 +177,11 @@ class ProgressLine:
             self._stream.write(line + "\n")
         self._stream.flush()
 
+    def close(self) -> None:
+        """Ends the line of a run that ended before its last step."""
+        if self._terminal and self._recent and self._recent[-1][0] < self._total:
+            self._stream.write("\n")
+
     def _due(self, step: int, now: float) -> bool:
         assert self._first is not None
         if step == self._total:
@@ -279,6 +286,7 @@ class MetricsRecorder:
             loss_scale=loss_scale,
             eval_loss=eval_loss,
             checkpoint_s=checkpoint_s,
+            z_loss=result.z_loss,
             balance_loss=loads.balance_loss if loads else None,
             expert_load=loads.busiest if loads else None,
             expert_tokens=loads.per_expert if loads else None,
@@ -297,6 +305,8 @@ class MetricsRecorder:
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
+        if self.progress is not None:
+            self.progress.close()
 
 
 def peak_bytes() -> int:

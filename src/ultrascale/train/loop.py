@@ -70,7 +70,7 @@ class PhaseListener(Protocol):
 
 
 class Loop:
-    """Runs steps until the last or until a stop signal; saves checkpoints on the way and at the end.
+    """Runs steps until the last, train.stop_at_loss or a stop signal; saves checkpoints on the way and at the end.
 
     `stop_signal`: returns the name of a received signal.
     """
@@ -92,6 +92,8 @@ class Loop:
         if checkpoints is not None:
             checkpoints.moving = lambda: watchdog.waits_for_disk(self.done, "saving")
         self.stopped: str | None = None
+        self.reached_loss: float | None = None
+        """the loss that is low enough for train.stop_at_loss"""
         self._stalled = 0.0
 
     def at(self, step: int, doing: str) -> None:
@@ -102,6 +104,8 @@ class Loop:
     def run(self, start: int) -> None:
         training = self.engine.training
         self.done = start
+        if self.reached_loss is not None:
+            return
         # The second step is the first with all memory allocated: optimizer states and buffers exist.
         accounted = min(start + 1, training.steps - 1)
         slowed = StepStats()  # of the step slowed by memory tracking: its times are discarded
@@ -114,6 +118,8 @@ class Loop:
             self.done = number + 1
             self._after(result, slowed if number == accounted else self.stats)
             self.observer.on_step_end()
+            if self.reached_loss is not None:
+                break
             if result.stop:
                 self.stopped = self.stop_signal() or "another rank's signal"
                 break
@@ -123,6 +129,7 @@ class Loop:
             self.at(self.done, "saving")
             if self.recorder is not None:
                 self.recorder.sync()
+            self.checkpoints.reached_loss = self.reached_loss
             self.checkpoints.save_final(self.done)
 
     def _after(self, result: StepResult, stats: StepStats) -> None:
@@ -135,12 +142,15 @@ class Loop:
             scale = self.engine.scale.value if self.engine.scale.used else None
             self.recorder.record(self.done, result, stats.step_s[-1], stats.data_s[-1], held_out, scale, self._stalled or None)
         self._stalled = 0.0
+        goal, loss = training.stop_at_loss, held_out if training.eval_every else result.loss
+        if goal is not None and loss is not None and loss <= goal:  # the same number on every rank
+            self.reached_loss = loss
         # After this step's row is written: a run that is killed after the checkpoint resumes behind it and repeats no step.
         if (
             self.checkpoints is not None
             and self.checkpoints.settings.due(self.done)
             and self.done < training.steps
-            and not result.stop
+            and not (result.stop or self.reached_loss is not None)
         ):
             self.at(self.done, "saving")
             if self.recorder is not None:

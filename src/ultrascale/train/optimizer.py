@@ -21,10 +21,10 @@ from ultrascale.parallel import comm
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, foreach_norm
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.job import EMA, OPTIMIZERS, Job
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import groups_up_to
-from ultrascale.train.elementwise import BF16AdamW, Lion
+from ultrascale.train.elementwise import BF16AdamW, Lion, row_chunks
 from ultrascale.train.muon import Muon
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Optimizer:
         self._states: MutableMapping[torch.Tensor, dict[str, Any]] = (
             defaultdict(dict) if self.inner is None else self.inner.state
         )
+        averaged = self.weights if job.ema else []
+        self.ema = {weight.master: torch.empty_like(weight.master, dtype=torch.float32) for weight in averaged}
+        """by master, the moving mean of each weight"""
+        self.start_ema()
+        self.update_ema = graphed(self._update_ema, graphs if job.ema else None)
         self.updates = 0
         self.norm = graphed(self._norm, graphs)
         self._step_inputs = torch.zeros(4, device=mesh.device)
@@ -110,6 +115,13 @@ class Optimizer:
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         foreach_mul_([weight.gradient for weight in self.weights], factor)
 
+    def _clip_values(self, factor: float | torch.Tensor = 1.0) -> None:
+        """Limits each element of the gradients times `factor`; a NaN factor makes them NaN."""
+        if self.training.clip_value:
+            highest: Any = self.training.clip_value / factor
+            for weight in self.weights:
+                weight.gradient.clamp_(-highest, highest)
+
     def step(self, learning_rate: float, factor: float | torch.Tensor = 1.0) -> None:
         """One update with the gradients times `factor`: for the fused kernel a tensor, where NaN updates nothing."""
         if self.inner is None:
@@ -117,6 +129,7 @@ class Optimizer:
             return
         if factor != 1.0:
             self.scale_gradients(factor)
+        self._clip_values()
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
         if isinstance(self.inner, BF16AdamW):
@@ -134,6 +147,24 @@ class Optimizer:
         if copied:
             with torch.no_grad():
                 foreach_copy_([weight.local for weight in copied], [weight.master for weight in copied])
+
+    @torch.no_grad()
+    def start_ema(self) -> None:
+        """Sets the mean of the weights to their values now."""
+        for weight in self.weights if self.ema else ():
+            self.ema[weight.master].copy_(weight.exact())
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        """Moves the mean of the weights towards their values, by chunks of rows where those have to be joined."""
+        share = 1 - self.training.ema_decay
+        for weight in self.weights if self.ema else ():
+            mean = self.ema[weight.master]
+            if not weight.is_split:
+                mean.lerp_(weight.master, share)
+                continue
+            for rows in row_chunks(mean):
+                mean[rows].lerp_(split_master.join(weight.local[rows], weight.master[rows]), share)
 
     def _groups(self) -> list[list[Weight]]:
         """Groups of weights to step together: all, or, if gradients need a cast to fp32, as many as the largest has elements.
@@ -163,6 +194,7 @@ class Optimizer:
     def _launch_fused_step(self) -> None:
         from ultrascale.kernels import adamw_triton
 
+        self._clip_values(self._step_inputs[0])
         training, weights = self.training, []
         for weight in self.weights:
             moments = self._states[weight.master]
@@ -177,15 +209,19 @@ class Optimizer:
     def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
         """Moments before the first update."""
         dtype = torch.bfloat16 if self.spec.of(self._is_matrix(weight)).in_bf16 else torch.float32
-        return {name: torch.zeros_like(weight.master, dtype=dtype) for name in self.moments(weight)}
+        return {name: torch.zeros_like(weight.master, dtype=dtype) for name in self.moments(weight) if name != EMA}
 
     def _is_matrix(self, weight: Weight) -> bool:
         """Whether Muon steps it."""
         return self.spec.matrices is not None and weight.shard.is_hidden_matrix
 
     def moments(self, weight: Weight) -> tuple[str, ...]:
-        """The names of its states."""
-        return self.spec.of(self._is_matrix(weight)).moments or ()
+        """The names of its states, and of the mean of its values."""
+        return (*(self.spec.of(self._is_matrix(weight)).moments or ()), *((EMA,) if self.ema else ()))
+
+    @property
+    def all_moments(self) -> tuple[str, ...]:
+        return (*self.spec.all_moments, *((EMA,) if self.ema else ()))
 
     def _state(self, weight: Weight) -> dict[str, Any]:
         states = self.muon.state if self.muon is not None and self._is_matrix(weight) else self._states
@@ -193,12 +229,12 @@ class Optimizer:
 
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
         """In fp32; a copy if it is kept in bf16."""
-        moment = self._state(weight)[name]
+        moment = self.ema[weight.master] if name == EMA else self._state(weight)[name]
         assert isinstance(moment, torch.Tensor)
         return moment.float()
 
     def set_moment(self, weight: Weight, name: str, values: torch.Tensor) -> None:
-        self._state(weight)[name].copy_(values)
+        (self.ema[weight.master] if name == EMA else self._state(weight)[name]).copy_(values)
 
     def continued(self, updates: int) -> None:
         """Sets the state to that after `updates` updates, with zero moments for the caller to fill."""
@@ -219,9 +255,10 @@ class Optimizer:
                 weight.local.copy_(weight.master)
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """The moments, for the memory report."""
+        """The moments and the mean of the weights, for the memory report."""
         states = [*self._states.values(), *(self.muon.state.values() if self.muon is not None else ())]
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+        return [*moments, *self.ema.values()]
 
     def first_not_finite(self) -> str | None:
         """The first parameter whose gradient is not finite."""

@@ -32,7 +32,7 @@ from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.history import LastLaunch
 
-JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "adapter_rank", "adapter_targets")
+JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "ema", "adapter_rank", "adapter_targets")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
 CHANGEABLE = ("data", "seed")  # values of --allow-changed
 HASH_THREADS = 4
@@ -77,6 +77,8 @@ def _job_value(key: str, text: str) -> Any:
     if key in ("seq", "batch_tokens"):
         return tokens(text, f"job.{key}", "4096 or 4k")
     word = text.strip().lower()
+    if key == "ema":
+        return {"true": True, "false": False}.get(word, word)
     if key == "adapter_rank":
         return None if word in ("none", "null") else int(word) if word.isdecimal() else word
     return word
@@ -388,6 +390,12 @@ def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
     if given.training.steps <= step:
         raise SpecError(
             f"train.steps is {given.training.steps} but {source.folder} has done {step}: try --steps {max(2 * step, 100)}"
+        )
+    if (loss := source.reached_loss) is not None and source.reaches_goal(given.training):
+        goal = given.training.stop_at_loss
+        raise SpecError(
+            f"train.stop_at_loss is {goal:g} and {source.folder} has reached it with {loss:.4g}: to go on, try "
+            f"train.stop_at_loss={0.9 * loss:.2g} or null"
         )
     if given.job.adapter_rank is not None and before.adapter_rank is None:
         raise SpecError(

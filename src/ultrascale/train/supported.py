@@ -13,6 +13,9 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import OPTIMIZER_SETTINGS, WHAT, Training
 
+# 1 + 2·z_loss·logsumexp, times FACTOR of kernels/float8.py, stays below e5m2's largest number for a log-sum-exp up to 375.
+FP8_MAX_Z_LOSS = 1e-3
+
 
 def check(job: Job, layout: Layout, training: Training) -> None:
     """Raises SpecError with the first problem and, if other layouts work, two of them."""
@@ -57,6 +60,11 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
         )
     if training.tp_chunks > 1 and layout.tp > 1 and layout.sequence_parallel:
         yield from _chunk_problems(training.tp_chunks, layout.mbs, job.seq // layout.cp // layout.tp)
+    if job.precision == "fp8" and training.z_loss > FP8_MAX_Z_LOSS:
+        yield (
+            f"train.z_loss is {training.z_loss:g} but gradients of logits in fp8 have room for {FP8_MAX_Z_LOSS:g} at most: "
+            f"try {FP8_MAX_Z_LOSS:g}, or job.precision=bf16"
+        )
     yield from _expert_problems(job, layout, training)
     yield from _optimizer_problems(job, training)
     if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
@@ -81,6 +89,10 @@ def _optimizer_problems(job: Job, training: Training) -> Iterator[str]:
                 f"{WHAT}.{field} is {value} but job.optimizer is {job.optimizer}, not {known}: try {default}, or "
                 f"job.optimizer={optimizers[0]}"
             )
+
+    decay, default = training.ema_decay, Training.model_fields["ema_decay"].default
+    if decay != default and not job.ema:
+        yield f"train.ema_decay is {decay:g} but job.ema is false, so no mean of the weights is kept: try job.ema=true"
 
 
 def _expert_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:

@@ -63,7 +63,7 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
     modules = {
         "attention norm": normed,
         "qkv input": operand,
-        **_attention(job, columns, tokens, b),
+        **_mixer(job, columns, moe),
         "mlp norm": normed,
         **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, operand)),
     }
@@ -93,8 +93,32 @@ def norm_bytes(job: Job) -> int:
     return compute_bytes(job) + (FP32 if job.framework.norm == "fp32" else 0)
 
 
-def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[str, Array]:
-    model, tp = job.model, columns.tp
+def _mixer(job: Job, columns: LayoutColumns, moe: bool) -> dict[str, Array]:
+    """In the mean over layers with attention and with linear attention."""
+    share = job.model.linear_share(moe)
+    found = attention(job, columns)
+    if not share:
+        return found
+    return {name: (1 - share) * size for name, size in found.items()} | {
+        name: share * size for name, size in linear_attention(job, columns).items()
+    }
+
+
+def linear_attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
+    """Outputs of the projections, less those of steps and decays; what the delta rule and its output's norm and gate save."""
+    linear, b, tokens = job.model.linear_attention, compute_bytes(job), columns.tokens(job.seq) / columns.tp
+    assert linear is not None
+    convolved = 2 * linear.key_dim + linear.value_dim
+    rates = 4 * FP32 * linear.value_heads  # before and after softplus, and as the rule takes them
+    return {
+        "linear attention input": b * tokens * (convolved + linear.value_dim),
+        "linear attention": tokens * (b * convolved + rates),
+        "gated output": tokens * (4 * b * linear.value_dim + FP32 * linear.value_heads),
+    }
+
+
+def attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
+    model, tp, tokens, b = job.model, columns.tp, columns.tokens(job.seq), compute_bytes(job)
     kv_cut = np.minimum(tp, model.kv_heads)
     switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
     if model.mla is None:
@@ -116,6 +140,8 @@ def _attention(job: Job, columns: LayoutColumns, tokens: Array, b: int) -> dict[
     if model.mla is None and job.framework.keeps_gathered_keys:
         gathered = 2 * b * tokens * model.kv_dim / kv_cut * columns.cp
         latents["gathered k, v"] = np.where((columns.cp > 1) & ~switches, gathered, 0.0)
+    if model.attention_gate:  # after its sigmoid, and the output that it has weighed
+        latents["attention gate"] = latents["gated attention output"] = b * tokens * model.q_dim / tp
     heads = tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
     if model.qk_norm and job.framework.keeps_heads_before_norm:
         latents["q, k before norm"] = norm_bytes(job) * heads
@@ -222,7 +248,7 @@ def _apply_policy(
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
     if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
-        dropped = (*dropped, "q, k before norm", "shared output")
+        dropped = (*dropped, "q, k before norm", "shared output", "gated attention output", "linear attention", "gated output")
     fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy
     plain = selective & ~fused
     keeps = {name: ~full & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}

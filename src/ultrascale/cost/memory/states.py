@@ -9,10 +9,10 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.specs import weights
-from ultrascale.specs.job import OPTIMIZERS, Job
+from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
-from ultrascale.specs.weights import WeightShape, embedding, layer_weights, mlp, norm, positions, router_bias, vocabulary
+from ultrascale.specs.weights import WeightShape, embedding, mean_of_layers, mlp, norm, positions, router_bias, vocabulary
 
 FP32 = 4
 
@@ -67,10 +67,15 @@ def uncut(columns: LayoutColumns) -> Array:
     return np.asarray((columns.tp == 1) & (columns.cp == 1) & ~columns.split_backward)
 
 
+def compiled(job: Job, columns: LayoutColumns) -> Array:
+    """Layers of our engine that a GPU compiles if it has no fused blocks for them; linear attention is a loop over chunks."""
+    return np.asarray(uncut(columns) & job.framework.fused_blocks & (job.model.linear_attention is None))
+
+
 def eager(job: Job, columns: LayoutColumns) -> Array:
     """Layers that run operator by operator in an engine whose allocations were traced."""
-    whole = uncut(columns) & job.framework.fused_blocks
-    return np.asarray(job.framework.exact_memory_trace & ~whole & ~uses_fused_blocks(job, columns))
+    fused = compiled(job, columns) | uses_fused_blocks(job, columns)
+    return np.asarray(job.framework.exact_memory_trace & ~fused)
 
 
 def uses_fused_blocks(job: Job, columns: LayoutColumns) -> Array:
@@ -114,6 +119,8 @@ def fused_blocks_problem(job: Job) -> str | None:
         return f"{model.name} has experts"
     if model.mla is not None:
         return f"{model.name} has latent attention"
+    if model.linear_attention is not None or model.attention_gate:
+        return f"{model.name} has linear attention, or gates of attention"
     if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
         return f"{model.name} is not of RMSNorm, SwiGLU and rotary positions"
     if model.norm_placement != "pre" or model.parallel_residual != "none" or model.residual_scale != 1:
@@ -191,12 +198,11 @@ class LayerParameters:
 
 def per_layer(model: Model, columns: LayoutColumns, shards: Array | int = 1) -> LayerParameters:
     """`shards`: ranks among whom the rows of each tensor are padded to divide."""
-    dense = on_tp_rank(layer_weights(model, moe=False), model, columns, shards)
+    dense, moe = (mean_of_layers(model, moe, lambda layer: on_tp_rank(layer, model, columns, shards)) for moe in (False, True))
     if model.moe is None:
         zero = np.zeros(len(columns))
         return LayerParameters(dense, zero, zero)
-    moe = on_tp_rank(layer_weights(model, moe=True), model, columns, shards) + router_bias(model)
-    return LayerParameters(dense, moe, _experts(model, columns, np.asarray(shards)))
+    return LayerParameters(dense, moe + router_bias(model), _experts(model, columns, np.asarray(shards)))
 
 
 def _experts(model: Model, columns: LayoutColumns, shards: Array) -> Array:
@@ -328,10 +334,11 @@ def _of_layers(
     model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int, wanted: Callable[[WeightShape], bool]
 ) -> Array:
     """Elements of the wanted weights in all layers of a rank, routed experts left out."""
-    dense, moe = (
-        on_tp_rank([weight for weight in layer_weights(model, moe) if wanted(weight)], model, columns, shards)
-        for moe in (False, True)
-    )
+
+    def of(layer: list[WeightShape]) -> Array:
+        return on_tp_rank([weight for weight in layer if wanted(weight)], model, columns, shards)
+
+    dense, moe = (mean_of_layers(model, moe, of) for moe in (False, True))
     return np.asarray(share.dense_layers * dense + share.moe_layers * moe)
 
 
@@ -362,7 +369,7 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
         cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
         return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
-    spec = OPTIMIZERS[job.optimizer]
+    spec = job.optimizer_spec
     optimizer = sharded(spec.state_bytes, zero >= 1)
     if spec.matrices is not None:
         cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, expert_shards, 1)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import IntEnum, auto
+from itertools import product
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, where
+from ultrascale.cost.flops import DELTA_CHUNK
 from ultrascale.cost.memory import states
-from ultrascale.cost.memory.activations import LayerActivations
+from ultrascale.cost.memory.activations import LayerActivations, attention, linear_attention
 from ultrascale.cost.memory.chunk import (
     ChunkMemory,
     LayerKind,
@@ -26,7 +28,7 @@ from ultrascale.cost.memory.chunk import (
     fullest,
     walk,
 )
-from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uncut, uses_fused_blocks
+from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uses_fused_blocks
 
 
 class LayerEvent(IntEnum):
@@ -109,19 +111,33 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     rows = len(chunk.columns)
     deferring = chunk.columns.split_backward & split & (chunk.job.adapter_rank is None)
     found = nothing = MemoryPoint.nothing(rows)
-    for kind in chunk.layers:
+    for kind, (linear, first) in product(chunk.layers, _attention_kinds(chunk)):
         happens = _layer_events(chunk, kind.moe, deferring)
         wide, narrow = (
             walk(
-                _layer_tensors(chunk, kind.saved, kind.moe, deferring, in_fp8), LayerEvent.END, rows, deferring
+                _layer_tensors(chunk, kind.saved, kind.moe, linear, deferring, in_fp8), LayerEvent.END, rows, deferring
             ).peaks_of_segments(_SEGMENT_STARTS, happens)
             for in_fp8 in (False, chunk.job.precision == "fp8")
         )
         for done in _layers_done(chunk, kind):
             parts = where(chunk.is_fp8_layer(done), narrow, wide)
             beside = walk(_beside_layer(chunk, kind.saved, kind.moe, gradients, done, deferring), LayerSegment.END, rows)
-            found = fullest(found, where(kind.count > 0, (parts + beside).peak(), nothing))
+            found = fullest(found, where((kind.count > 0) & (done >= first), (parts + beside).peak(), nothing))
     return found
+
+
+def _attention_kinds(chunk: ChunkMemory) -> Iterator[tuple[bool, Array | int]]:
+    """Whether layers have linear attention, and how many of the chunk are done when the first of them may be in backward: as
+    many as end the model, if a chunk has whole periods of its pattern.
+    """
+    model = chunk.job.model
+    if not model.linear_layers:
+        yield False, 0
+        return
+    linear = [model.is_linear(layer) for layer in reversed(range(model.layers))]
+    aligned = chunk.share.layers % len(model.attention_pattern) == 0
+    for kind in {False, True} & set(linear):
+        yield kind, np.where(aligned, linear.index(kind), 0)
 
 
 def _layers_done(chunk: ChunkMemory, kind: LayerKind) -> list[Array]:
@@ -139,7 +155,7 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
     """In which rows an event happens, for those that do not in all."""
     job, columns, event = chunk.job, chunk.columns, LayerEvent
     fused = uses_fused_blocks(job, columns) & (not moe)
-    whole = (uncut(columns) & job.framework.fused_blocks) | fused
+    whole = states.compiled(job, columns) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
         **dict.fromkeys(range(event.FUSED_GATE, event.INPUT_GRADS_GATE), fused & ~split),
@@ -160,9 +176,9 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
 
 
 def _layer_tensors(
-    chunk: ChunkMemory, layer: LayerActivations, moe: bool, split: Array, in_fp8: bool
+    chunk: ChunkMemory, layer: LayerActivations, moe: bool, linear: bool, split: Array, in_fp8: bool
 ) -> Iterator[TensorLifetime]:
-    """`in_fp8`: of a fused block."""
+    """`linear`: with linear attention; `in_fp8`: of a fused block."""
     if chunk.job.framework.fused_blocks:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
         yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
@@ -175,7 +191,7 @@ def _layer_tensors(
     yield from _saved(chunk, layer, moe)
     yield from _mlp_backward(chunk, layer, moe)
     yield from _mlp_weight_gradients(chunk, moe, split)
-    yield from _norm_and_attention_backward(chunk, moe, split)
+    yield from _norm_and_attention_backward(chunk, moe, linear, split)
     yield from _layer_reduce_scatter(chunk, moe)
 
 
@@ -361,13 +377,16 @@ def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterat
     yield buffer("MLP's weight gradients, held", (2 + gated) * until_end, event.MLP_NORM, event.ATTENTION_NORM)
 
 
-def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
+def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, linear: bool, split: Array) -> Iterator[TensorLifetime]:
     event, residual = LayerEvent, chunk.residual
     workspace = chunk.norm_workspace(residual)
     for norm, end in ((event.MLP_NORM, event.ATTENTION), (event.ATTENTION_NORM, event.REDUCE_SCATTER)):
         yield activation("gradient of the norm's output", residual, norm, end)
         yield activation("norm in fp32", workspace, norm, end)
-    gradients = _attention_gradients(chunk)
+    gradients = _delta_rule_gradients(chunk) if linear else _attention_gradients(chunk)
+    if share := chunk.job.model.linear_share(moe):  # what is saved is a mean of both kinds
+        more = sum(linear_attention(chunk.job, chunk.columns).values()) - sum(attention(chunk.job, chunk.columns).values())
+        yield activation("beyond the mean", (linear - share) * np.asarray(more), event.COMBINE, event.ATTENTION_NORM)
     yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
     # Deferred weight gradients keep what the last matmuls of attention and MLP were given: gathered, or the residual's
     # gradient as it was then. Attention's takes the place of the MLP norm's input.
@@ -394,7 +413,7 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
         blocks = 2 * (2 + 2 * (columns.cp > 2) + (columns.cp > 3))  # own gradients, keys at work; sums twice; next keys
         return np.asarray((1 + FP32 / b + 2 + query_share) * query + copies + (blocks + (copies > 0)) * key)
 
-    plain = 4 * query + copies
+    plain = (4 + model.attention_gate) * query + copies
     by_variant = {
         "allgather": np.maximum(2 * query + 4 * key + 4 * columns.cp * key, plain + 2 * columns.cp * key),
         "ring": ring(1.0),
@@ -406,6 +425,23 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
         found = np.where((columns.cp > 1) & columns.is_("context_parallel", variant), size, found)
     # The norm of queries is computed in fp32 when the kernel's own gradients are freed.
     return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
+
+
+def _delta_rule_gradients(chunk: ChunkMemory) -> Array:
+    """A gated delta rule's backward beyond what its layer saved: it computes the rule again in fp32, with scores and states of
+    all chunks of tokens. What the output's norm and gate saved is freed by then, and the gate's gradient is there.
+    """
+    model, tokens = chunk.job.model, chunk.columns.tokens(chunk.job.seq)
+    linear = model.linear_attention
+    assert linear is not None
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    padded = -(-tokens // DELTA_CHUNK) * DELTA_CHUNK
+    # Of copies in fp32, too, unless what was saved is in it.
+    copies = 2 * keys * linear.key_heads / linear.value_heads + values / 2 if compute_bytes(chunk.job) < FP32 else 0.0
+    each = copies + 13 * keys + 5 * values + 7 * DELTA_CHUNK + 2 * np.maximum(np.maximum(keys, values), DELTA_CHUNK) + 4
+    found = FP32 * linear.value_heads / chunk.columns.tp * padded * (each + keys * values / DELTA_CHUNK)
+    saved = linear_attention(chunk.job, chunk.columns)["gated output"]
+    return np.asarray(found + compute_bytes(chunk.job) * tokens * linear.value_dim / chunk.columns.tp - saved)
 
 
 def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifetime]:

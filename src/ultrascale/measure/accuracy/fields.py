@@ -17,7 +17,6 @@ from ultrascale.specs.validate import build
 
 # Engines that no run here names, by the preset that works as they do.
 ALIKE = {
-    r"hai-llm": "hai-llm",
     r"megascale|primus|neox|internevo": "megatron-core",  # built on Megatron's layers, its communication, its optimizer
     r"maxtext|levanter|\bjax\b|\bxla\b|alpa": "torchtitan-0.2",  # one compiled program
     r"fsdp2|simplefsdp|olmo-core": "torchtitan-0.2-eager",
@@ -185,6 +184,8 @@ def framework_of(values: Mapping[str, str], assumptions: list[str]) -> Framework
         name = "flash-training"
     elif "nanotron" in system:
         name = "nanotron"
+    elif "hai-llm" in system:
+        name = "hai-llm"
     elif "deepspeed" in system:
         # ZeRO of 2021 ran without flash attention and with one ring across nodes; what came after runs on today's kernels.
         modern = "flash" in values.get("attention_impl", "").lower() or bool(
