@@ -44,7 +44,8 @@ FIXED = {
     ),
     "experts × signal × more steps": Program(
         model="deepseek",
-        training={"balance_loss": 0.01},
+        ema=True,
+        training={"balance_loss": 0.01, "z_loss": 1e-3, "clip_value": 5e-3},
         launches=(
             Launch(layout=Layout(dp=2, ep=2, mbs=4), steps=4, end="stop", at=2),
             Launch(

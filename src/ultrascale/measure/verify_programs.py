@@ -176,6 +176,7 @@ class Program(BaseModel):
     model: str = "llama"
     precision: str = "fp32"
     optimizer: str = "adamw"
+    ema: bool = False
     training: dict[str, Any] = {}
     launches: tuple[Launch, ...]
 
@@ -186,7 +187,9 @@ class Program(BaseModel):
         return Training().changed(**{"data": "synthetic", **fixed, **self.training})
 
     def job(self, world: int) -> Job:
-        return small_job(small_model(self.model), world, SEQ, SEQUENCES, self.precision).changed(optimizer=self.optimizer)
+        return small_job(small_model(self.model), world, SEQ, SEQUENCES, self.precision).changed(
+            optimizer=self.optimizer, ema=self.ema
+        )
 
     def problem(self) -> str | None:
         """Why the engine does not run it."""
@@ -211,7 +214,7 @@ class Program(BaseModel):
                 f"train.{name}={_text(value)}" for name, value in given.items() if value != default[name] and name != "steps"
             ]
             common += [f"job.seq={SEQ}", f"job.batch_tokens={SEQ * SEQUENCES}", "checkpoint.keep=0"]
-            common += [f"job.precision={self.precision}", f"job.optimizer={self.optimizer}"]
+            common += [f"job.precision={self.precision}", f"job.optimizer={self.optimizer}", f"job.ema={_text(self.ema)}"]
         return [f"train.steps={launch.steps}", *common, *launch.words(fields)]
 
     def commands(self, run: Path, model: Path) -> list[str]:
@@ -232,6 +235,7 @@ class Program(BaseModel):
         """The features that each launch combines."""
         always = {self.model, self.precision, self.optimizer} | {name for name, value in self.training.items() if value}
         always -= {"llama", "fp32", "adamw", "data"}
+        always |= {"ema"} if self.ema else set()
         for number, launch in enumerate(self.launches):
             before = self.launches[number - 1] if number else None
             yield frozenset(always | {name for name, used in _features(launch, before).items() if used})
@@ -336,7 +340,10 @@ class ProgramGenerator:
             launches.append(self._launch(layout, before, number))
         # The last launch always trains to the end.
         launches[-1] = launches[-1].to_the_end()
-        return Program(model=model, precision=precision, optimizer=optimizer, training=training, launches=tuple(launches))
+        ema = self.random.random() < 0.2
+        return Program(
+            model=model, precision=precision, optimizer=optimizer, ema=ema, training=training, launches=tuple(launches)
+        )
 
     def _training(self, model: str) -> dict[str, Any]:
         chance, found = self.random.random, dict[str, Any]()
@@ -351,6 +358,10 @@ class ProgramGenerator:
                 found["expert_overlap"] = self.random.choice(("gradients", "rows"))
         if chance() < 0.2:
             found["reduce_every_microbatch"] = True
+        if chance() < 0.2:
+            found["z_loss"] = 1e-3
+        if chance() < 0.2:
+            found["clip_value"] = 5e-3
         return found
 
     def _launch(self, layout: Layout, before: Launch | None, number: int) -> Launch:
@@ -397,7 +408,7 @@ def simpler(program: Program) -> Iterator[Program]:
         if len(launches) > 1:
             *earlier, last = launches[:number] + launches[number + 1 :]
             yield program.model_copy(update={"launches": (*earlier, last.to_the_end())})
-    plain: dict[str, Any] = {"model": "llama", "precision": "fp32", "optimizer": "adamw"}
+    plain: dict[str, Any] = {"model": "llama", "precision": "fp32", "optimizer": "adamw", "ema": False}
     for name, value in plain.items():
         if getattr(program, name) != value:
             yield program.model_copy(update={name: value})

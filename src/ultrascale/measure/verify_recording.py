@@ -192,7 +192,8 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
     forward, backward = trace
     yield from (_module_item(engine, f"{at}/forward", part) for part in forward)
     if loss is not None:
-        yield Item(f"{at}/loss", loss.detach().squeeze().double().cpu())
+        for name, one in zip(("loss", "z_loss"), loss.detach().double().cpu(), strict=False):
+            yield Item(f"{at}/{name}", one)
     yield from (_module_item(engine, f"{at}/backward", part) for part in backward)
     if gradients:
         for weight in reversed(engine.weights):

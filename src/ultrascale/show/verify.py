@@ -67,7 +67,7 @@ def _finite(value: float) -> float | None:
 def program_row(verdict: ProgramResult) -> str:
     """A program's answer in a line, and its launches in one each."""
     program = verdict.program
-    kind = " ".join([program.model, program.precision, program.optimizer, *program.training])
+    kind = " ".join([program.model, program.precision, program.optimizer, *(["ema"] if program.ema else []), *program.training])
     problem = "" if verdict.ok else f"\n    {verdict.problem or verdict.difference}"
     launches = "".join(f"\n    {line}" for launch in program.launches for line in _launch(launch))
     return f"{_mark(verdict.ok)} {verdict.excess:7.2g}  {verdict.seconds:5.1f} s  {kind}{launches}{problem}"
