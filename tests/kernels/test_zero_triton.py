@@ -32,6 +32,8 @@ def test_shards_are_cast_as_by_torch() -> None:
 
     torch.manual_seed(0)
     shards = [torch.randn(size, device=DEVICE) for size in (5000, 0, 7)]
+    if DEVICE == "cpu":  # Triton's interpreter does not round
+        shards = [shard.bfloat16().float() for shard in shards]
     wanted, found = (torch.zeros(3 * 5007, dtype=torch.bfloat16, device=DEVICE).split([5007, 10014])[0] for _ in range(2))
     for whole, copy in ((wanted, torch._foreach_copy_), (found, zero_triton.copy)):
         copy(list(whole.split([5000, 0, 7])), shards)
