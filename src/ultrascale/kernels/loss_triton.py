@@ -40,7 +40,7 @@ def _to_gradient(start, log_sum, target, counts, Z: tl.constexpr, COLUMNS: tl.co
         inside = begin + offsets < COLUMNS
         scores = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
         gradient = tl.exp(scores - log_sum)
-        if Z:
+        if Z > 0:
             gradient *= 1 + 2 * Z * log_sum
         gradient -= tl.where(begin + offsets == target, 1.0, 0.0)
         tl.store(start + begin + offsets, tl.where(counts, gradient, 0.0).to(start.dtype.element_ty), mask=inside)
@@ -48,7 +48,7 @@ def _to_gradient(start, log_sum, target, counts, Z: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _store_losses(losses, row, log_sum, own, counts, Z: tl.constexpr):  # type: ignore[no-untyped-def]
-    if Z:
+    if Z > 0:
         tl.store(losses + 2 * row, tl.where(counts, log_sum - own, 0.0))
         tl.store(losses + 2 * row + 1, tl.where(counts, Z * log_sum * log_sum, 0.0))
     else:
@@ -70,7 +70,7 @@ def _row(  # type: ignore[no-untyped-def]
     if OVER:
         _to_gradient(start, log_sum, target, counts, Z, COLUMNS, BLOCK)
     else:
-        if Z:
+        if Z > 0:
             factor *= 1 + 2 * Z * log_sum
         tl.store(sums + row, tl.where(counts, log_sum - tl.log(factor), float("inf")))
 
