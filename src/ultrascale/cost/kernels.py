@@ -197,9 +197,10 @@ QUERY_BLOCK = 128  # queries that one multiprocessor takes at a time
 # Blocks' time that each multiprocessor stands idle, at the start and in a last wave that the causal mask leaves uneven: 1.42 in
 # 15 timings of cuDNN's attention alone on an H200, which it brings from 5.0 to 1.0 % (flash: 1.64, 5.8 to 1.5 %; docs/lab.md).
 IDLE_BLOCKS = 1.4
-# Of a gated delta rule, assumed: what its matmuls of 64 tokens keep of the peak, and how often operators in fp32 read or write
-# queries, keys, values and outputs.
-DELTA_RATE, DELTA_PASSES = 0.25, 8
+# Of a gated delta rule, operator by operator, on an H200 (docs/lab.md): how often its forward reads or writes queries, keys,
+# values and outputs in fp32, and launches of both passes for each 64 tokens; backward takes three times as long on the GPU.
+# Assumed: what one kernel keeps of the peak.
+DELTA_PASSES, DELTA_LAUNCHES, DELTA_RATE = 48, (25, 90), 0.25
 # torch's kernel on a CPU skips what the mask hides in whole blocks of so many keys.
 CPU_KEY_BLOCK = 512
 # It takes queries by 32, from rows of 192 on by 64 and of 768 on by 256: a score of the first costs 1.4 times one of the second
@@ -237,17 +238,21 @@ def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) ->
 
 
 def linear_attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
-    """Seconds of one gated delta rule on one rank: matmuls of a chunk's tokens, or passes over queries, keys and values."""
+    """Seconds of one gated delta rule on one rank: our engine computes it operator by operator in fp32, and again in backward;
+    others are taken to have a fused kernel.
+    """
     linear = job.model.linear_attention
     assert linear is not None
-    tokens, plain = columns.tokens(job.seq) / columns.tp, job.framework.exact_memory_trace
-    work = flops.linear_attention_flops(job.model) * tokens
-    # Our engine computes it in fp32, operator by operator, and again in backward; others are taken to have a fused kernel.
-    peak = machine.gpu.peak_tflops.get("fp32", 0.0) * 1e12 if plain else 0.0
+    plain, tokens = job.framework.exact_memory_trace, columns.tokens(job.seq) / columns.tp
     passes, width = (DELTA_PASSES, 4) if plain else (1, 4 if job.precision == "fp32" else 2)
     moved = passes * width * tokens * linear.value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
-    forward = np.maximum(work / (DELTA_RATE * (peak or machine.attention_peak_flops)), machine.stream_s(moved))
-    return Passes(forward, (3 if plain else 2) * forward)
+    forward = machine.stream_s(moved)
+    if plain:
+        launches = [count * machine.launch_s * job.seq / flops.DELTA_CHUNK for count in DELTA_LAUNCHES]
+        return Passes(np.maximum(forward, launches[0]), np.maximum(3 * forward, launches[1]))
+    work = flops.linear_attention_flops(job.model) * tokens
+    forward = np.maximum(forward, work / (DELTA_RATE * machine.attention_peak_flops))
+    return Passes(forward, 2 * forward)
 
 
 def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, window: int) -> Passes:

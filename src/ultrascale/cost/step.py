@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ultrascale.cost import communication, host, muon, operators
+from ultrascale.cost import communication, host, kernels, muon, operators
 from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, rows_of
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
@@ -179,6 +179,9 @@ def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
     if policy in ("attention", "scores"):
         return compute.attention.forward
     cheap = NOTHING if policy == "latents" else compute.memory_bound.forward - compute.never_repeated
+    if work.job.framework.exact_memory_trace and (linear := work.job.model.linear_layers):
+        again = kernels.linear_attention_passes(work.job, work.columns, work.machine).forward
+        cheap = cheap + linear / work.job.model.layers * again
     if policy in ("half", "alternate"):
         share = selective_matmul_flops(work.job.model, policy) / matmul_flops(work.job.model)
         return cheap + share * compute.matmul.forward

@@ -114,12 +114,11 @@ class _Recomputed(torch.autograd.Function):
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor, chunk: int = CHUNK) -> Tensor:
-    repeats, length = v.shape[2] // q.shape[2], q.shape[1]
+    repeats, (batch, length, heads, _) = v.shape[2] // q.shape[2], v.shape
     unit_q, unit_k = (_unit(one).repeat_interleave(repeats, 2) for one in (q, k))
-    pad = -length % chunk
-    # [b, heads, chunks, chunk, …]; padding has step 0 and decay 1, which change no state.
-    q, k, values = (_chunks(one, pad, chunk) for one in (unit_q * q.shape[-1] ** -0.5, unit_k, at_least_fp32(v)))
-    steps, logs = (_chunks(one.unsqueeze(-1), pad, chunk) for one in (step, log_decay))
+    # [chunks, batch · heads, chunk, …]; padding has step 0 and decay 1, which change no state.
+    q, k, values = (_chunks(one, chunk) for one in (unit_q * q.shape[-1] ** -0.5, unit_k, at_least_fp32(v)))
+    steps, logs = (_chunks(one.unsqueeze(-1), chunk) for one in (step, log_decay))
 
     total = logs.squeeze(-1).cumsum(-1)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
@@ -135,13 +134,15 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: T
     keys = k * (total[..., -1:] - total).exp().unsqueeze(-1)
     left = total[..., -1].exp()[..., None, None]
 
-    state = values.new_zeros(*values.shape[:2], k.shape[-1], values.shape[-1])
+    state = values.new_zeros(batch * heads, k.shape[-1], values.shape[-1])
     outputs = []
-    for index in range(values.shape[2]):
-        written = new_values[:, :, index] - old_keys[:, :, index] @ state
-        outputs.append(queries[:, :, index] @ state + scores[:, :, index] @ written)
-        state = state * left[:, :, index] + keys[:, :, index].mT @ written
-    out: Tensor = torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2).to(v.dtype)
+    parts = (part.unbind() for part in (new_values, old_keys, queries, scores, keys, left))
+    for new, old, query, score, key, rest in zip(*parts, strict=True):
+        written = torch.baddbmm(new, old, state, alpha=-1)
+        outputs.append(torch.baddbmm(query @ state, score, written))
+        state = torch.baddbmm(state * rest, key.mT, written)
+    by_chunk = torch.stack(outputs, 1).unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+    out: Tensor = by_chunk.flatten(2, 3)[:, :, :length].transpose(1, 2).to(v.dtype)
     return out
 
 
@@ -164,7 +165,8 @@ def _unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
-def _chunks(x: Tensor, pad: int, chunk: int) -> Tensor:
-    """[b, s, heads, n] -> [b, heads, chunks, chunk, n]."""
-    padded = F.pad(x.transpose(1, 2), (0, 0, 0, pad))
-    return padded.reshape(*padded.shape[:2], -1, chunk, padded.shape[-1])
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """[b, s, heads, n] -> [chunks, b · heads, chunk, n]."""
+    batch, length, heads, width = x.shape
+    padded = F.pad(x, (0, 0, 0, 0, 0, -length % chunk)).view(batch, -1, chunk, heads, width)
+    return padded.permute(1, 0, 3, 2, 4).reshape(-1, batch * heads, chunk, width)

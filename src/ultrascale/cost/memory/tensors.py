@@ -435,11 +435,15 @@ def _delta_rule_gradients(chunk: ChunkMemory) -> Array:
     linear = model.linear_attention
     assert linear is not None
     keys, values = linear.key_head_dim, linear.value_head_dim
-    padded = -(-tokens // DELTA_CHUNK) * DELTA_CHUNK
-    # Of copies in fp32, too, unless what was saved is in it.
-    copies = 2 * keys * linear.key_heads / linear.value_heads + values / 2 if compute_bytes(chunk.job) < FP32 else 0.0
-    each = copies + 13 * keys + 5 * values + 7 * DELTA_CHUNK + 2 * np.maximum(np.maximum(keys, values), DELTA_CHUNK) + 4
-    found = FP32 * linear.value_heads / chunk.columns.tp * padded * (each + keys * values / DELTA_CHUNK)
+    chunks = -(-chunk.job.seq // DELTA_CHUNK)
+    state = keys * values / DELTA_CHUNK
+    # All states and the outputs of chunks, before backward's first chunk; or gradients of scores, in its last.
+    last = DELTA_CHUNK + (8 * keys + 2 * values + 4 * state) / chunks
+    each = 12 * keys + 4 * values + 6 * DELTA_CHUNK + 6 + np.maximum(values + state * (1 + 1 / chunks), last)
+    if compute_bytes(chunk.job) < FP32:  # copies of what was saved
+        each = each + 2 * keys * linear.key_heads / linear.value_heads + values / 2
+    padded = tokens / chunk.job.seq * chunks * DELTA_CHUNK
+    found = FP32 * linear.value_heads / chunk.columns.tp * padded * each
     saved = linear_attention(chunk.job, chunk.columns)["gated output"]
     return np.asarray(found + compute_bytes(chunk.job) * tokens * linear.value_dim / chunk.columns.tp - saved)
 
