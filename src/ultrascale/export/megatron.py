@@ -466,7 +466,10 @@ def _world(script: Any, where: str) -> tuple[int, int] | None:
     return (needed // each, each) if needed > nodes * each and needed % each == 0 else (nodes, each)
 
 
-_SCALING = "Megatron-LM has Llama 3's scaling of a context of 8192, and linear interpolation by whole factors"
+_SCALING = (
+    "Megatron-LM has Llama 3's scaling of a context of 8192, linear interpolation by whole factors, and with latent attention "
+    "YaRN of a context of 4096"
+)
 _BIASES = "Megatron-LM has biases everywhere, in qkv alone, or nowhere"
 
 ENGINE = EngineFormat(

@@ -17,9 +17,11 @@ _DISPATCHERS: dict[str, dict[str, str]] = {
 _ROUTERS = {"softmax": "softmax", "sigmoid": "sigmoid"}
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned", "none": "none"}
 _LLAMA_CONTEXT = 8192  # what --use-rope-scaling takes as the original context
+_YARN_CONTEXT = 4096  # the same of YaRN, for which there is no argument
 _TOKENS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # where no argument says it
 _TOKENS_IN_NAME = re.compile(r"(?<!\d)(\d{2,3})k(?![a-z\d])")
 _INTERPOLATION = "--rotary-seq-len-interpolation-factor"
+_YARN_FACTOR = "--rotary-scaling-factor"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?")
 
 has_experts = row.has("model.moe.experts")
@@ -77,15 +79,26 @@ def _read_kv_heads(s: SettingsReader) -> Any:
 
 
 def _rotary(p: PlanFields) -> dict[str, Any] | None:
-    """Scaled as Llama 3 scales, or by whole factors of linear interpolation; not for others."""
+    """Scaled as Llama 3 scales, by whole factors of linear interpolation, or with latent attention by YaRN; not for others."""
     if p.model.positions != "rotary":
         return None
-    base, scaling = {"--rotary-base": int(p.model.rope_theta)}, p.model.rope_scaling
+    settings, scaling = {"--rotary-base": int(p.model.rope_theta)}, p.model.rope_scaling
+    if p.model.mla is not None:
+        yarn = scaling if scaling is not None and scaling.rope_type == "yarn" and scaling.attention_factor is None else None
+        if yarn is None:
+            return {**settings, "--rope-type": "rope"}
+        return {
+            **settings,
+            "--rope-type": "yarn",
+            _YARN_FACTOR: yarn.factor,
+            "--mscale": 1.0 if yarn.mscale is None else yarn.mscale,
+            "--mscale-all-dim": 0.0 if yarn.mscale_all_dim is None else yarn.mscale_all_dim,
+        }
     if scaling is not None and scaling.rope_type == "llama3":
-        return {**base, "--use-rope-scaling": True, "--rope-scaling-factor": scaling.factor}
+        return {**settings, "--use-rope-scaling": True, "--rope-scaling-factor": scaling.factor}
     if scaling is not None and scaling.rope_type == "linear" and scaling.factor.is_integer():
-        return {**base, _INTERPOLATION: int(scaling.factor)}
-    return base
+        return {**settings, _INTERPOLATION: int(scaling.factor)}
+    return settings
 
 
 def _read_rotary(s: SettingsReader) -> Fields:
@@ -100,7 +113,18 @@ def _read_rotary(s: SettingsReader) -> Fields:
     scaling: Fields = {"rope_type": "linear", "factor": float(slower)} if slower > 1 else {}
     if scaled:
         scaling = {"rope_type": "llama3", "factor": factor, "original_max_positions": _LLAMA_CONTEXT}
+    elif has_latents(s):
+        scaling = _read_yarn(s) or scaling
     return {"model.rope_theta": base, **{f"model.rope_scaling.{name}": value for name, value in scaling.items()}}
+
+
+def _read_yarn(s: SettingsReader) -> Fields:
+    """Of latent attention, whose positions are YaRN's unless something else is said; a factor of 1 scales nothing."""
+    factor, others = s.number(_YARN_FACTOR, 1.0), (s.number("--mscale", 1.0), s.number("--mscale-all-dim", 0.0))
+    if s.word("--rope-type", {"rope": False, "yarn": True}, "yarn") is False or factor <= 1:
+        return {}
+    weights = {} if others == (1.0, 0.0) else dict(zip(("mscale", "mscale_all_dim"), others, strict=True))
+    return {"rope_type": "yarn", "factor": factor, "original_max_positions": _YARN_CONTEXT, **weights}
 
 
 def _activation(p: PlanFields) -> dict[str, Any]:
@@ -213,7 +237,7 @@ TABLE = (
     row.whole("--qk-head-dim", "model.mla.qk_nope_head_dim", 128, when=has_latents),
     row.whole("--qk-pos-emb-head-dim", "model.mla.qk_rope_head_dim", 64, when=has_latents),
     row.whole("--v-head-dim", "model.mla.v_head_dim", 128, when=has_latents),
-    row.constant("--rope-type", "rope", read=lambda s: s.ignore("--rope-type", "--kv-channels"), when=has_latents),
+    Setting(read=lambda s: s.ignore("--kv-channels"), when=has_latents),
     row.optional("--q-lora-rank", "model.mla.q_lora_rank", when=has_latents),
     Setting(path="model.kv_heads", write=_kv_heads, read=_read_kv_heads),
     Setting(write=_rotary, read=_read_rotary),
