@@ -166,7 +166,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[b, s, heads, n] -> [chunks, b · heads, chunk, n]."""
+    """[b, s, heads, n] -> [chunks, b · heads, chunk, n], contiguous: of a view, every GEMM would copy and save its own."""
     batch, length, heads, width = x.shape
     padded = F.pad(x, (0, 0, 0, 0, 0, -length % chunk)).view(batch, -1, chunk, heads, width)
-    return padded.permute(1, 0, 3, 2, 4).reshape(-1, batch * heads, chunk, width)
+    return padded.permute(1, 0, 3, 2, 4).reshape(-1, batch * heads, chunk, width).contiguous()

@@ -31,6 +31,8 @@ class LayerActivations:
     """without any policy"""
     gradients: Array
     """gradients of activations that are live at the peak of the layer's backward"""
+    linear_more: Array
+    """what a layer with linear attention keeps beyond one with attention, where the layers counted here are of both kinds"""
 
     @cached_property
     def total(self) -> Array:
@@ -85,7 +87,7 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, recomputes)
-    return LayerActivations(kept, modules, np.asarray(gradients))
+    return LayerActivations(kept, modules, np.asarray(gradients), _linear_more(job, columns, moe, kept))
 
 
 def norm_bytes(job: Job) -> int:
@@ -102,6 +104,14 @@ def _mixer(job: Job, columns: LayoutColumns, moe: bool) -> dict[str, Array]:
     return {name: (1 - share) * size for name, size in found.items()} | {
         name: share * size for name, size in linear_attention(job, columns).items()
     }
+
+
+def _linear_more(job: Job, columns: LayoutColumns, moe: bool, kept: dict[str, Array]) -> Array:
+    share, nothing = job.model.linear_share(moe), np.zeros(len(columns))
+    if not 0 < share < 1:
+        return nothing
+    linear = sum((kept[name] for name in linear_attention(job, columns)), nothing) / share
+    return np.asarray(linear - sum((kept[name] for name in attention(job, columns)), nothing) / (1 - share))
 
 
 def linear_attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:

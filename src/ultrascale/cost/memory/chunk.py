@@ -195,8 +195,28 @@ class ChunkMemory:
 
     def saved_when_done(self, done: Array) -> Array:
         """Saved by the layers that are over when `done` of the chunk are through backward."""
-        each = (np.clip(done - kind.done, 0, kind.count) * kind.saved.total for kind in self.layers)
-        return np.asarray(sum(each, np.zeros(len(self.columns))))
+        found = np.zeros(len(self.columns))
+        for kind in self.layers:
+            layers = np.clip(done - kind.done, 0, kind.count)
+            found = found + layers * kind.saved.total
+            if share := self.job.model.linear_share(kind.moe):
+                linear = self.linear_of_last[kind.done + layers] - self.linear_of_last[kind.done]
+                found = found + np.where(self.ends_pattern, linear - share * layers, 0.0) * kind.saved.linear_more
+        return found
+
+    @cached_property
+    def linear_of_last(self) -> Array:
+        """How many of the model's last 0, 1, … layers have linear attention."""
+        model = self.job.model
+        return np.cumsum([0, *map(model.is_linear, reversed(range(model.layers)))])
+
+    @cached_property
+    def ends_pattern(self) -> Array:
+        """Whether the chunk's last layers are of the same kinds as the model's: it has whole periods of the pattern."""
+        model = self.job.model
+        whole = not model.layers % max(1, len(model.attention_pattern))
+        aligned = whole & (self.share.layers % max(1, len(model.attention_pattern)) == 0)
+        return np.asarray(aligned | (self.share.layers == model.layers))
 
     @cached_property
     def head(self) -> activations.HeadActivations:

@@ -111,7 +111,8 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     rows = len(chunk.columns)
     deferring = chunk.columns.split_backward & split & (chunk.job.adapter_rank is None)
     found = nothing = MemoryPoint.nothing(rows)
-    for kind, (linear, first) in product(chunk.layers, _attention_kinds(chunk)):
+    attentions = sorted({chunk.job.model.is_linear(layer) for layer in range(chunk.job.model.layers)})
+    for kind, linear in product(chunk.layers, attentions):
         happens = _layer_events(chunk, kind.moe, deferring)
         wide, narrow = (
             walk(
@@ -119,36 +120,30 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
             ).peaks_of_segments(_SEGMENT_STARTS, happens)
             for in_fp8 in (False, chunk.job.precision == "fp8")
         )
-        for done in _layers_done(chunk, kind):
+        for done in _layers_done(chunk, kind, linear):
             parts = where(chunk.is_fp8_layer(done), narrow, wide)
-            beside = walk(_beside_layer(chunk, kind.saved, kind.moe, gradients, done, deferring), LayerSegment.END, rows)
-            found = fullest(found, where((kind.count > 0) & (done >= first), (parts + beside).peak(), nothing))
+            beside = walk(_beside_layer(chunk, kind, linear, gradients, done, deferring), LayerSegment.END, rows)
+            there = (kind.done <= done) & (done < kind.done + kind.count)
+            found = fullest(found, where(there, (parts + beside).peak(), nothing))
     return found
 
 
-def _attention_kinds(chunk: ChunkMemory) -> Iterator[tuple[bool, Array | int]]:
-    """Whether layers have linear attention, and how many of the chunk are done when the first of them may be in backward: as
-    many as end the model, if a chunk has whole periods of its pattern.
-    """
-    model = chunk.job.model
-    if not model.linear_layers:
-        yield False, 0
-        return
-    linear = [model.is_linear(layer) for layer in reversed(range(model.layers))]
-    aligned = chunk.share.layers % len(model.attention_pattern) == 0
-    for kind in {False, True} & set(linear):
-        yield kind, np.where(aligned, linear.index(kind), 0)
-
-
-def _layers_done(chunk: ChunkMemory, kind: LayerKind) -> list[Array]:
+def _layers_done(chunk: ChunkMemory, kind: LayerKind, linear: bool) -> list[Array]:
     """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
-    the second, the last but one, or the last.
+    the second, the last but one, or the last; or the nearest that has linear attention, or has not.
 
     Where parameters are freed with all that a layer saved, no later than the second.
     """
     own = kind.count
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
-    return [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    found = [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    if not chunk.job.model.linear_layers:
+        return found
+    alike = np.flatnonzero(np.diff(chunk.linear_of_last) == linear)
+    last = len(alike) - 1
+    after = [alike[np.minimum(np.searchsorted(alike, done), last)] for done in found[:2]]
+    before = [alike[np.maximum(np.searchsorted(alike, done, side="right") - 1, 0)] for done in found[2:]]
+    return [np.where(chunk.ends_pattern, near, done) for near, done in zip((*after, *before), found, strict=True)]
 
 
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
@@ -439,7 +434,7 @@ def _delta_rule_gradients(chunk: ChunkMemory) -> Array:
     state = keys * values / DELTA_CHUNK
     # All states and the outputs of chunks, before backward's first chunk; or gradients of scores, in its last.
     last = DELTA_CHUNK + (8 * keys + 2 * values + 4 * state) / chunks
-    each = 12 * keys + 4 * values + 6 * DELTA_CHUNK + 6 + np.maximum(values + state * (1 + 1 / chunks), last)
+    each = 8 * keys + 4 * values + 6 * DELTA_CHUNK + 6 + np.maximum(values + state * (1 + 1 / chunks), last)
     if compute_bytes(chunk.job) < FP32:  # copies of what was saved
         each = each + 2 * keys * linear.key_heads / linear.value_heads + values / 2
     padded = tokens / chunk.job.seq * chunks * DELTA_CHUNK
@@ -463,7 +458,7 @@ def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifet
 
 
 def _beside_layer(
-    chunk: ChunkMemory, layer: LayerActivations, moe: bool, gradients: Array, done: Array, split: Array
+    chunk: ChunkMemory, kind: LayerKind, linear: bool, gradients: Array, done: Array, split: Array
 ) -> Iterator[TensorLifetime]:
     """Live beside a layer in backward when `done` layers of the chunk are through.
 
@@ -474,11 +469,14 @@ def _beside_layer(
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
     b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
     freed = np.where(split, chunk.deferred - chunk.deferred_when_done(done), chunk.saved_when_done(done))
-    yield activation("of what is in flight: this layer, and those done", -layer.total - freed, start, end)
+    this = kind.saved.total
+    if share := chunk.job.model.linear_share(kind.moe):
+        this = this + np.where(chunk.ends_pattern, linear - share, 0.0) * kind.saved.linear_more
+    yield activation("of what is in flight: this layer, and those done", -this - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
     gathered = (columns.sequence_cut > 1) & ~uses_fused_blocks(chunk.job, columns)
-    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(moe))
+    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(kind.moe))
     yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
     separate = np.where(received & (done == 0), chunk.residual, 0.0)
     yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
