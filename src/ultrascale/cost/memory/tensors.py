@@ -113,14 +113,14 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     found = nothing = MemoryPoint.nothing(rows)
     for kind, (linear, first) in product(chunk.layers, _attention_kinds(chunk)):
         happens = _layer_events(chunk, kind.moe, deferring)
-        wide, narrow = (
+        wide, *narrow = (
             walk(
                 _layer_tensors(chunk, kind.saved, kind.moe, linear, deferring, in_fp8), LayerEvent.END, rows, deferring
             ).peaks_of_segments(_SEGMENT_STARTS, happens)
-            for in_fp8 in (False, chunk.job.precision == "fp8")
+            for in_fp8 in ((False, True) if chunk.job.precision == "fp8" else (False,))
         )
         for done in _layers_done(chunk, kind):
-            parts = where(chunk.is_fp8_layer(done), narrow, wide)
+            parts = where(chunk.is_fp8_layer(done), narrow[0], wide) if narrow else wide
             beside = walk(_beside_layer(chunk, kind.saved, kind.moe, gradients, done, deferring), LayerSegment.END, rows)
             found = fullest(found, where((kind.count > 0) & (done >= first), (parts + beside).peak(), nothing))
     return found
@@ -148,7 +148,8 @@ def _layers_done(chunk: ChunkMemory, kind: LayerKind) -> list[Array]:
     """
     own = kind.count
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
-    return [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    found = (np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1))
+    return [kind.done + done for done in {done.tobytes(): done for done in found}.values()]  # chunks of few layers: two alike
 
 
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
