@@ -11,8 +11,9 @@ from random_layouts import sample
 from ultrascale.cost import stages
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.hardware import ClusterRates
+from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.legality import problem
+from ultrascale.cost.step import component_totals
 from ultrascale.cost.table import BLOCK, SearchTable
 from ultrascale.plan.candidates import LayoutConstraints, cores
 from ultrascale.specs.cluster import Cluster
@@ -234,3 +235,26 @@ def test_lower_bounds_are_never_above_the_figures(model: str, cluster: str, fram
         assert np.all(np.where(cells.legal, least, 0.0) <= cells.peak_bytes)
         tight += np.ravel(least / cells.peak_bytes.min(axis=1, keepdims=True)).tolist()
     assert np.median(tight) > 0.5  # enough to exclude layouts
+
+
+def test_rows_that_share_their_compute_take_as_long_as_each_by_itself() -> None:
+    """Experts that tp cuts, or that ep spreads over tp ranks, differ in dp alone."""
+    model = Model.load("qwen3-30b-a3b")
+    job = Job(
+        model=model,
+        cluster=Cluster.load("16xh100"),
+        seq=4096,
+        batch_tokens=64 * 4096,
+        framework=Framework.load("megatron-core"),
+    )
+    machine = ClusterRates(job)
+    every = LayoutColumns.joined([table.columns for table in cores(job, LayoutConstraints())])
+    rows = every.take(np.random.default_rng(0).permutation(len(every)))
+    together = component_totals(Workload(job, rows, machine)).moe
+    assert together is not None
+    some = np.flatnonzero((rows.tp == 4) & (rows.cp == 1) & (rows.ep == 2) & (rows.pp > 1))[:40]
+    assert len({*rows.expert_cut[some].tolist()}) == 2
+    for row in some:
+        alone = component_totals(Workload(job, rows.take(slice(row, row + 1)), machine)).moe
+        assert alone is not None
+        assert together.total[row] == alone.total[0]

@@ -90,7 +90,7 @@ class LayoutColumns:
         return self.schedule_has("split_backward")
 
     def distinct(self, names: Sequence[str]) -> tuple[LayoutColumns, Array]:
-        """The distinct combinations of some fields (as whole rows) and, per row, which of them it is.
+        """The distinct combinations of some fields or properties (as whole rows) and, per row, which of them it is.
 
         A search has 10⁶ rows but some hundred combinations of tp, cp, mbs and ep: a layer's time is computed for those only.
         """
@@ -109,6 +109,10 @@ class LayoutColumns:
     def offloads_states(self) -> Array:
         """Rows whose optimizer steps on the host."""
         return self.is_("offload", "optimizer") | self.is_("offload", "parameters")
+
+    @property
+    def has_pipeline(self) -> Array:
+        return np.asarray(self.pp > 1)
 
     @property
     def data_ranks(self) -> Array:

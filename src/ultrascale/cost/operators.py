@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ultrascale.cost import host, kernels
-from ultrascale.cost.columns import Array, LayoutColumns, Passes
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, rows_of
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.states import (
     FP32,
@@ -27,6 +27,8 @@ from ultrascale.specs.model import Model
 # multiplications with their sums for the gradients of bias and weight.
 SEPARATE_BIAS_FORWARD = 28
 SEPARATE_BIAS_BACKWARD = 40
+# Of a layer's matmuls, shapes and numbers. A search has 18 times as many rows that differ in anything else.
+MATMULS_DEPEND_ON = ("tp", "cp", "ep", "mbs", "sequence_parallel", "expert_cut")
 
 
 @dataclass(frozen=True)
@@ -327,8 +329,9 @@ def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at
 
 def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
     """A layer that nothing waits for, at the clock of matmuls in a row."""
-    matmuls = layer_matmuls(job, columns, moe)
-    matmul = frozen(job, matmul_passes(machine, engine_matmuls(job, columns, matmuls)))
+    matmuls, (shapes, of_shapes) = layer_matmuls(job, columns, moe), columns.distinct(MATMULS_DEPEND_ON)
+    passes = matmul_passes(machine, engine_matmuls(job, shapes, layer_matmuls(job, shapes, moe)))
+    matmul = frozen(job, rows_of(passes, of_shapes))
     scores = kernels.attention_passes(job, columns, machine)
     elementwise = host.relative_to_compiled(job, columns, "elementwise")
     moved = machine.stream_s(permuted_bytes(job, columns, moe)) * elementwise

@@ -15,7 +15,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, rows_of
 from ultrascale.cost.communication import pipeline_hop
 from ultrascale.cost.hardware import ClusterRates, Workload
-from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, peak_parts
+from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, rank_states
 from ultrascale.cost.memory.states import StateBytes, fsdp_shards, on_rank, states
 from ultrascale.cost.step import ComponentTime, ComponentTimes, EndOfStep, component_times, end_of_step
 from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_makespans, stages_of
@@ -335,7 +335,7 @@ class _LayoutGroup:
 
     @cached_property
     def state(self) -> StateBytes:
-        return peak_parts(self.job, self.ranks, self.share).state
+        return rank_states(self.job, self.ranks, self.share)
 
     @cached_property
     def chunk_start(self) -> tuple[int, ...]:

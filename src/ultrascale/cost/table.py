@@ -8,7 +8,7 @@ them. The closed forms are those of schedules/registry.py, held to the simulator
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -74,6 +74,15 @@ class SearchTable:
                 variants = [self.variants[number] for number in numbers]
                 rows = self.cores.changed(schedule=np.full(len(self.cores), encode("schedule", variants[0][0])))
                 found.append((numbers, _VariantGroup(self.job, rows, variants, self.machine)))
+        return found
+
+    def part(self, rows: Array) -> SearchTable:
+        """Some cores, with the lower bounds of their step times."""
+        if len(rows) == len(self.cores):
+            return self
+        found = replace(self, cores=self.cores.take(rows))
+        for (_, group), (_, whole) in zip(found.groups, self.groups, strict=True):
+            vars(group)["step_lower_bound_s"] = whole.step_lower_bound_s[rows]
         return found
 
     @property
@@ -335,18 +344,16 @@ def _step_lower_bounds_s(groups: Sequence[_VariantGroup]) -> list[Array]:
     if not groups:
         return []
     job, machine, model = groups[0].job, groups[0].machine, groups[0].job.model
-    joined = LayoutColumns.joined([group.cores for group in groups])
     depends_on = compute_depends_on(job)
-    alike, of = joined.distinct((*dict.fromkeys((*depends_on, "pp", "gas")),))
-    layers, of_layers = alike.distinct(depends_on)
+    alike = [group.cores.distinct((*dict.fromkeys((*depends_on, "gas")),)) for group in groups]
+    layers, of_layers = LayoutColumns.joined([rows for rows, _ in alike]).distinct(depends_on)
     share = RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(layers))
-    microbatch = rows_of(compute_totals(Workload(job, layers, machine)).on(share), of_layers)
+    microbatch = compute_totals(Workload(job, layers, machine)).on(share)
     found, start = [], 0
-    for group in groups:
-        of_group, start = of[start : start + len(group.cores)], start + len(group.cores)
-        rows, which = np.unique(of_group, return_inverse=True)
-        least = group.least_step_s(alike.take(rows), rows_of(microbatch, rows))
-        found.append((1 - 1e-9) * least[which])  # less a little for rounding
+    for group, (rows, of) in zip(groups, alike, strict=True):
+        of_group, start = of_layers[start : start + len(rows)], start + len(rows)
+        least = group.least_step_s(rows, rows_of(microbatch, of_group))
+        found.append((1 - 1e-9) * least[of])  # less a little for rounding
     return found
 
 

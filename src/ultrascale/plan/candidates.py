@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -154,15 +156,24 @@ def _core_rules(engine: str) -> tuple[Rule, ...]:
 def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
     """All cores, grouped by pp; nothing when nothing is legal."""
     constraints = constraints.for_engine(job.framework.engine)
-    by_pp: dict[int, list[dict[str, Array]]] = {}
-    for base in _degrees(job, constraints):
-        part = _variants(job, constraints, base)
-        if part is not None:
-            by_pp.setdefault(base["pp"], []).append(part)
+    rules = _core_rules(job.framework.engine)
+    of_degrees = tuple(rule for rule in rules if set(rule.fields) <= set(DEGREES))
+    others = tuple(rule for rule in rules if rule not in of_degrees)
+    by_pp: dict[int, list[tuple[dict[str, int], dict[str, Array]]]] = {}
+    for _, of_dp in groupby(_legal_degrees(job, constraints, of_degrees), itemgetter("tp", "cp", "pp", "dp")):
+        bases = list(of_dp)  # which differ in ep
+        axes = _axes(job, constraints, bases[0])
+        for base in bases:
+            dispatchers = tuple((word,) for word in constraints.among("dispatcher", _dispatchers(job, base["ep"])))
+            if dispatchers and all(axes):
+                by_pp.setdefault(base["pp"], []).append((base, _combinations((*axes, dispatchers))))
     for pp in sorted(by_pp):
-        variants = _schedules(job, constraints, pp)
-        rows = LayoutColumns.from_mapping({name: np.concatenate([part[name] for part in by_pp[pp]]) for name in NAMES})
-        rows = rows.take(legal_rows(job, rows, _core_rules(job.framework.engine)) & _uses_fixed_methods(rows, constraints))
+        variants, count = _schedules(job, constraints, pp), [len(part["mbs"]) for _, part in by_pp[pp]]
+        degrees = {name: np.repeat([base[name] for base, _ in by_pp[pp]], count) for name in DEGREES}
+        names = [name for name in NAMES if name not in DEGREES]
+        columns = {name: np.concatenate([part[name] for _, part in by_pp[pp]]) for name in names}
+        rows = LayoutColumns.from_mapping(columns | degrees)
+        rows = rows.take(np.flatnonzero(legal_rows(job, rows, others) & _uses_fixed_methods(rows, constraints)))
         if variants and len(rows):
             yield LayoutCores(rows, tuple(variants))
 
@@ -177,6 +188,14 @@ def _fixed_methods(constraints: LayoutConstraints) -> list[str]:
     """Fixed to another than the usual one."""
     usual = Layout()
     return [name for name in METHOD_DEGREES if constraints.fixed.get(name, getattr(usual, name)) != getattr(usual, name)]
+
+
+def _legal_degrees(job: Job, constraints: LayoutConstraints, rules: tuple[Rule, ...]) -> list[dict[str, int]]:
+    """Those that no rule of degrees alone excludes, before they are combined with everything else."""
+    found = list(_degrees(job, constraints))
+    columns = LayoutColumns.of([Layout()]).take(np.zeros(len(found), dtype=np.int64))
+    columns = columns.changed(**{name: np.asarray([base[name] for base in found], dtype=np.int64) for name in DEGREES})
+    return [base for base, holds in zip(found, legal_rows(job, columns, rules), strict=True) if holds]
 
 
 def _degrees(job: Job, constraints: LayoutConstraints) -> Iterator[dict[str, int]]:
@@ -201,12 +220,12 @@ def _slices(job: Job, ranks: int) -> list[int]:
     return [d for d in divisors(ranks) if d == 1 or job.seq // d >= SHORTEST_SLICE]
 
 
-def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> dict[str, Array] | None:
-    """One set of degrees with every micro-batch, sharding, policy and kind of context parallelism."""
+def _axes(job: Job, constraints: LayoutConstraints, base: dict[str, int]) -> tuple[tuple[tuple[Any, ...], ...], ...]:
+    """Every micro-batch, sharding, policy and kind of context parallelism to try with some degrees, whatever ep is."""
     passes = job.sequences // base["dp"]
     batches = [(mbs, passes // mbs) for mbs in constraints.among("mbs", divisors(passes)) if passes % mbs == 0]
     batches = [pair for pair in batches if constraints.allows("gas", pair[1])]
-    axes = (
+    return (
         tuple(batches),
         tuple(_shardings(job, constraints, base)),
         tuple(_recomputations(constraints)),
@@ -217,14 +236,9 @@ def _variants(job: Job, constraints: LayoutConstraints, base: dict[str, int]) ->
                 constraints.among("sequence_parallel", _sequence(job, base)),
                 constraints.among("data_parallel", ["bucketed"]),
                 constraints.among("offload", ["none"]),
-                constraints.among("dispatcher", _dispatchers(job, base["ep"])),
             )
         ),
     )
-    if not all(axes):
-        return None
-    columns = _combinations(axes)
-    return {**columns, **{name: np.full(len(columns["mbs"]), value) for name, value in base.items()}}
 
 
 _AXES = (
@@ -353,6 +367,8 @@ class RankedLayouts:
     """legal layouts, with those that a lower bound excluded"""
     fitting: int
     """of those that were evaluated in full"""
+    tables: Sequence[SearchTable]
+    """all that were searched, if alternatives were asked for"""
     alternatives: AlternativeLayouts = field(default_factory=AlternativeLayouts)
 
 
@@ -363,19 +379,21 @@ def rank(
     keep: int,
     capacity_bytes: float | None = None,
     with_alternatives: bool = False,
+    tables: Sequence[SearchTable] | None = None,
 ) -> RankedLayouts:
     """The best legal layouts that fit (into the GPU, unless a capacity is given), by closed forms.
 
-    `with_alternatives`: also layouts of other kinds.
+    `with_alternatives`: also layouts of other kinds. `tables`: of these alone, which an earlier search has made.
 
     Branch and bound: lower bounds of time and memory are cheap, so cores are evaluated in the order of their bound, until that
     of the next is above the last that is kept.
     """
     machine, by_memory = ClusterRates(job), objective == "memory"
     capacity = job.cluster.gpu.memory_gib * GIB if capacity_bytes is None else capacity_bytes
-    tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
+    if tables is None:
+        tables = [SearchTable(job, one.columns, one.variants, machine) for one in cores(job, constraints)]
+        compute_lower_bounds(tables, of="peak" if by_memory else "step")
     legal = sum(table.legal_cells for table in tables)
-    compute_lower_bounds(tables, of="peak" if by_memory else "step")
     bounds = [table.peak_lower_bound_bytes() if by_memory else table.step_lower_bound_s() for table in tables]
     bound = np.concatenate([np.zeros(0), *bounds])
     order = np.argsort(bound, kind="stable")
@@ -414,7 +432,8 @@ def rank(
     best = np.argsort(scores, kind="stable")[:keep]
     found = LayoutColumns.joined(rows).take(best)
     weight = job.cluster.gpus if objective == "cost" else 1.0
-    return RankedLayouts(job, found, (weight * scores[best]).tolist(), legal, fitting, alternatives)
+    scored, kept = (weight * scores[best]).tolist(), tables if with_alternatives else ()
+    return RankedLayouts(job, found, scored, legal, fitting, kept, alternatives)
 
 
 def _least(score: Array, most: int) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from ultrascale.cost.ranges import MIN_FIT, memory_limit_gib
 from ultrascale.cost.recompute import fewest_recomputed
 from ultrascale.plan import advice, alternatives, reasons
 from ultrascale.plan.candidates import OBJECTIVES, LayoutConstraints, Objective, RankedLayouts, rank, why_empty
-from ultrascale.specs.errors import SpecError, divisors, nearest
+from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
@@ -158,16 +158,13 @@ def _alternatives(
 ) -> tuple[Alternative, ...]:
     """Plans of other kinds than the best, each the first of its kind that fits and is fast enough by the exact count."""
     job, candidates = best.job, ranked.alternatives.candidates()
-    degrees, local = divisors(job.cluster.gpus), job.cluster.fast_domain
-    excluded = {
-        alternatives.NO_PIPELINE: ("pp", [degree for degree in degrees if degree > 1]),
-        alternatives.TP_IN_NODE: ("tp", [degree for degree in degrees if degree > local]),
-    }
-    for kind, (name, values) in excluded.items():
-        if getattr(best.layout, name) not in values or name in constraints.fixed:
+    most = {alternatives.NO_PIPELINE: ("pp", 1), alternatives.TP_IN_NODE: ("tp", job.cluster.fast_domain)}
+    for kind, (name, degree) in most.items():
+        if getattr(best.layout, name) <= degree or name in constraints.fixed:
             continue
-        forbidden = {**constraints.forbidden, name: (*constraints.forbidden.get(name, ()), *values)}
-        found = rank(job, replace(constraints, forbidden=forbidden), "throughput", 1, limit_gib * GIB)
+        parts = (table.part(np.flatnonzero(getattr(table.cores, name) <= degree)) for table in ranked.tables)
+        tables = [part for part in parts if len(part.cores)]
+        found = rank(job, constraints, "throughput", 1, limit_gib * GIB, tables=tables)
         candidates |= {kind: [found.rows.layout(0)]} if found.score else {}
     layouts = list(dict.fromkeys(layout for some in candidates.values() for layout in some))
     fitting = [one for one in memory_drafts(job, layouts) if one.peak_gib <= limit_gib] if layouts else []

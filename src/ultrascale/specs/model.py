@@ -263,6 +263,8 @@ class Model(FrozenSpec):
 
     def linear_share(self, moe: bool) -> float:
         """Share of the layers with experts, or of those without, that have linear attention."""
+        if self.linear_attention is None:
+            return 0.0
         kinds = self.layer_kinds
         return kinds[moe, True] / max(1, kinds[moe, True] + kinds[moe, False])
 

@@ -229,10 +229,7 @@ def chunk_parts(
 
 def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     job, columns = chunk.job, chunk.columns
-    state = states(job, columns, chunk.rank_params, fp8_on_rank(job, columns, chunk.rank_share).elements)
-    traced = job.framework.exact_memory_trace
-    if chunk.first_backward and traced:
-        state = replace(state, gradients=0.0 * state.gradients)
+    state, traced = _states(chunk), job.framework.exact_memory_trace
     if traced:
         layer = split_layer = tensors.layer_backward(chunk, state.gradients, split=False)
         live = tensors.chunk_events(chunk, state.gradients)
@@ -242,15 +239,10 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         layer, split_layer, loss = points(chunk, state.gradients)
         weight_grads = MemoryPoint(np.zeros(len(columns)), layer.buffers, state.gradients, np.zeros(len(columns)))
     if job.framework.fused_blocks:
-        single, b = accumulates_nothing(job, columns), chunk.trained * compute_bytes(job)
-        # No gradients at the loss, the head's at the first layer; then each layer's take the place of activations that it
-        # frees. The fullest layer is the first or the last of backward: there all gradients are live and nothing is in flight.
-        of_head = np.where(single, b * chunk.share.head * job.model.vocab * job.model.hidden, 0.0)
-        at_last = np.maximum(0.0, b * chunk.rank_params.total - of_head - chunk.saved)
-        state = replace(state, gradients=np.where(single, at_last, state.gradients))
+        single, state = accumulates_nothing(job, columns), _states_at_peak(chunk, state)
         loss = replace(loss, gradients=np.where(single, 0.0, loss.gradients))
-        uncounted = of_head - np.where(single & traced, chunk.head_gradient, 0.0)
-        layer_gradients = np.where(single, at_last, layer.gradients)
+        uncounted = _single_head_gradient(chunk) - np.where(single & traced, chunk.head_gradient, 0.0)
+        layer_gradients = np.where(single, state.gradients, layer.gradients)
         layer = replace(layer, activations=layer.activations + uncounted, gradients=layer_gradients)
     if traced:
         # A search gives the schedule separately from the rows: none of them is split in itself.
@@ -271,6 +263,40 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
         job.cluster.efficiency.allocator_slack,
         fragmentation(job, columns),
     )
+
+
+def rank_states(job: Job, columns: LayoutColumns, share: RankShare) -> StateBytes:
+    """Those of `peak_parts`."""
+    chunk = ChunkMemory(job, columns, share, share)
+    return _states_at_peak(chunk, _states(chunk))
+
+
+def _states(chunk: ChunkMemory) -> StateBytes:
+    job, columns = chunk.job, chunk.columns
+    state = states(job, columns, chunk.rank_params, fp8_on_rank(job, columns, chunk.rank_share).elements)
+    if chunk.first_backward and job.framework.exact_memory_trace:
+        return replace(state, gradients=0.0 * state.gradients)
+    return state
+
+
+def _states_at_peak(chunk: ChunkMemory, state: StateBytes) -> StateBytes:
+    """Of a single micro-batch on one GPU: no gradients at the loss, the head's at the first layer; then each layer's take the
+    place of activations that it frees. The fullest layer is the first or the last of backward: there all gradients are live and
+    nothing is in flight.
+    """
+    if not chunk.job.framework.fused_blocks:
+        return state
+    b = chunk.trained * compute_bytes(chunk.job)
+    at_last = np.maximum(0.0, b * chunk.rank_params.total - _single_head_gradient(chunk) - chunk.saved)
+    single = accumulates_nothing(chunk.job, chunk.columns)
+    return replace(state, gradients=np.where(single, at_last, state.gradients))
+
+
+def _single_head_gradient(chunk: ChunkMemory) -> Array:
+    """The head's gradient where nothing is accumulated."""
+    job = chunk.job
+    size = chunk.trained * compute_bytes(job) * chunk.share.head * job.model.vocab * job.model.hidden
+    return np.where(accumulates_nothing(job, chunk.columns), size, 0.0)
 
 
 def _untraced_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoint]:

@@ -114,14 +114,14 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     attentions = sorted({chunk.job.model.is_linear(layer) for layer in range(chunk.job.model.layers)})
     for kind, linear in product(chunk.layers, attentions):
         happens = _layer_events(chunk, kind.moe, deferring)
-        wide, narrow = (
+        wide, *narrow = (
             walk(
                 _layer_tensors(chunk, kind.saved, kind.moe, linear, deferring, in_fp8), LayerEvent.END, rows, deferring
             ).peaks_of_segments(_SEGMENT_STARTS, happens)
-            for in_fp8 in (False, chunk.job.precision == "fp8")
+            for in_fp8 in ((False, True) if chunk.job.precision == "fp8" else (False,))
         )
         for done in _layers_done(chunk, kind, linear):
-            parts = where(chunk.is_fp8_layer(done), narrow, wide)
+            parts = where(chunk.is_fp8_layer(done), narrow[0], wide) if narrow else wide
             beside = walk(_beside_layer(chunk, kind, linear, gradients, done, deferring), LayerSegment.END, rows)
             there = (kind.done <= done) & (done < kind.done + kind.count)
             found = fullest(found, where(there, (parts + beside).peak(), nothing))
@@ -137,13 +137,13 @@ def _layers_done(chunk: ChunkMemory, kind: LayerKind, linear: bool) -> list[Arra
     own = kind.count
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
     found = [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
-    if not chunk.job.model.linear_layers:
-        return found
-    alike = np.flatnonzero(np.diff(chunk.linear_of_last) == linear)
-    last = len(alike) - 1
-    after = [alike[np.minimum(np.searchsorted(alike, done), last)] for done in found[:2]]
-    before = [alike[np.maximum(np.searchsorted(alike, done, side="right") - 1, 0)] for done in found[2:]]
-    return [np.where(chunk.ends_pattern, near, done) for near, done in zip((*after, *before), found, strict=True)]
+    if chunk.job.model.linear_layers:
+        alike = np.flatnonzero(np.diff(chunk.linear_of_last) == linear)
+        last = len(alike) - 1
+        after = [alike[np.minimum(np.searchsorted(alike, done), last)] for done in found[:2]]
+        before = [alike[np.maximum(np.searchsorted(alike, done, side="right") - 1, 0)] for done in found[2:]]
+        found = [np.where(chunk.ends_pattern, near, done) for near, done in zip((*after, *before), found, strict=True)]
+    return list({done.tobytes(): done for done in found}.values())  # chunks of few layers: two alike
 
 
 def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
