@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from builders import write_tokens
 from conftest import Run
@@ -95,6 +96,46 @@ def test_a_restart_of_a_run_that_has_reached_its_loss_does_nothing(
         assert code == 0, err
         assert "ended after step 1 of 40: the loss is 5." in printed
         assert list(curve(out)) == [1]
+
+
+def test_a_run_that_resumes_inside_a_ramp_is_the_run_that_was_not_interrupted(run: Run, tmp_path: Path) -> None:
+    """Batches of 2, 2, 4, 8 and 8 sequences, resumed after the first."""
+    words = ("--seq", 16, "job.batch_tokens=128", "train.batch_ramp=32:64,64:128", "train.eval_every=2", *WORDS[2:])
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    code, _, err = run(
+        "train", "--model", "tiny", "--steps", 5, "--out", whole, *words, "checkpoint.every=1", "checkpoint.keep=0"
+    )
+    assert code == 0, err
+    assert "ramp: 32 for 2 steps, 64 for 1 step, then 128 tokens" in " ".join(err.split())
+    code, _, err = run("train", "--resume", whole / "checkpoints" / "step-000001", "--out", cut)
+    assert code == 0, err
+
+    def rows(folder: Path) -> list[tuple[object, ...]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [tuple(line.get(name) for name in ("step", "tokens", "loss", "grad_norm", "eval_loss")) for line in lines]
+
+    assert [row[1] for row in rows(whole)] == [32, 64, 128, 256, 384]
+    assert rows(cut) == rows(whole)[1:]
+    one, other = checkpoint.latest(whole), checkpoint.latest(cut)
+    for name in one.shapes():
+        assert torch.equal(one.tensor(name), other.tensor(name)), name
+    measured = json.loads((whole / "measurement.json").read_text())
+    assert measured["tokens_per_s"] == pytest.approx(128 / measured["step_time_s"])
+
+
+def test_steps_that_are_done_keep_their_batches(run: Run, copied: Path) -> None:
+    """512 tokens in each of 4 steps; from the fifth on, the batch may be another."""
+    code, _, err = run("train", "--resume", copied, "--steps", 6, "job.batch_tokens=1024")
+    assert code == 2
+    advice = "add train.batch_ramp=512:2048 for the new batch from here on"
+    assert advice in err.replace("\n", " ")
+    code, _, err = run("train", "--resume", copied, "--steps", 6, "train.batch_ramp=256:512", "layout.mbs=8")
+    assert code == 2
+    assert "train.batch_ramp is 256:512 but the run was trained with null up to step 4" in err.replace("\n", " ")
+    code, _, err = run("train", "--resume", copied, "--steps", 6, "job.batch_tokens=1024", "train.batch_ramp=512:2048")
+    assert code == 0, err
+    tokens = [json.loads(line)["tokens"] for line in (copied / "metrics.jsonl").read_text().splitlines()]
+    assert tokens == [512, 1024, 1536, 2048, 3072, 4096]
 
 
 def test_resuming_with_another_layout_folder_and_step(run: Run, kept: Path, tmp_path: Path) -> None:

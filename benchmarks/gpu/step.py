@@ -154,7 +154,7 @@ def measure(
     losses += [engine.step(number).loss for number in range(WARM_UP, WARM_UP + steps)]
     torch.cuda.synchronize()
     step_s = (time.perf_counter() - started) / steps
-    tokens_per_s = engine.tokens / step_s
+    tokens_per_s = engine.batches.batch * engine.job.seq / step_s
     row = Measured(
         model=name,
         mbs=mbs,

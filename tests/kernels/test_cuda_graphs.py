@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.harness import engine_of, in_ranks, job_of, training_of
+from parallel.harness import SEQ, engine_of, in_ranks, job_of, training_of
 from ultrascale.kernels import cuda_graphs, selection
 from ultrascale.kernels.cuda_graphs import EAGER_CALLS, CUDAGraphPool, CUDAGraphRunner
 from ultrascale.kernels.selection import Kernels
@@ -208,19 +208,22 @@ def test_inputs_are_copied_into_the_same_buffers(stand_in: list[Graph]) -> None:
     assert [part.data_ptr() for part in second[0]] == addresses
 
 
-@pytest.mark.parametrize("gas", [1, 2])
+@pytest.mark.parametrize(("gas", "ramp"), [(1, None), (2, None), (2, f"{2 * SEQ}:{12 * SEQ}")])
 def test_an_engine_that_replays_trains_as_one_that_does_not(
-    gas: int, stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
+    gas: int, ramp: str | None, stand_in: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay writes to the addresses of the capture: rows, gradients, losses."""
+    """A replay writes to the addresses of the capture: rows, gradients, losses. The six steps of the ramp are not captured."""
     monkeypatch.setattr(CUDAGraphRunner, "_capture", _record)
 
     def engine(use_graph: bool) -> Engine:
         monkeypatch.setattr(selection, "choose", lambda *_: Kernels(single_microbatch=gas == 1, cuda_graphs=use_graph))
-        return engine_of(job_of("llama"), Layout(gas=gas, mbs=2), training_of(steps=8, graphs="always"))
+        training = training_of(steps=8 + first, graphs="always", batch_ramp=ramp)
+        return engine_of(job_of("llama"), Layout(gas=gas, mbs=2), training)
 
+    first = 6 if ramp else 0
     plain, ours = engine(use_graph=False), engine(use_graph=True)
-    for step in range(8):
+    assert ours.ramp.end == first
+    for step in range(8 + first):
         wanted, found = plain.step(step), ours.step(step)
         assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
     assert ours.cuda_graphs is not None

@@ -54,6 +54,14 @@ FIXED = {
             Launch(layout=Layout(mbs=8)),
         ),
     ),
+    "batch-size ramp × kill × other layouts": Program(
+        training={"batch_ramp": "64:256,128:512"},  # steps of 2, 2, 2, 2, 4, 4 sequences
+        launches=(
+            Launch(layout=Layout(dp=2, tp=2, zero=1, gas=4), eval_every=2, end="kill", at=3, phase="update"),
+            Launch(layout=Layout(pp=2, gas=8), roll_back=2, end="stop", at=5),
+            Launch(layout=Layout(dp=2, gas=4), eval_every=3),
+        ),
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from ultrascale.launch import local
 from ultrascale.measure import verify_programs
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.schedules import Action
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -167,7 +168,8 @@ def _rank(
 
 def engine_of(job: Job, layout: Layout, training: Training, rank: int = 0, device: str = "cpu") -> Engine:
     mesh = Mesh.build(layout, job.model.kv_heads, rank, device)
-    batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
+    sequences = layout.dp * layout.mbs * layout.gas
+    batches = Batches(corpus(training, job.model.vocab), job.seq, sequences, training.seed, training.batch_ramp)
     return build_engine(job, mesh, training, batches)
 
 
@@ -198,8 +200,9 @@ def _gradient_shard(weight: Weight) -> GradientShard:
 
 @cache
 def one_process(job: Job, batch: int, training: Training) -> RankResult:
-    """The whole batch in one forward, on one rank, with nothing cut."""
-    return train(engine_of(job, Layout(mbs=batch), training))
+    """The whole batch, in one forward unless a ramp has smaller ones, on one rank, with nothing cut."""
+    mbs = BatchRamp.of(training.batch_ramp, job.seq, batch).divisor
+    return train(engine_of(job, Layout(mbs=mbs, gas=batch // mbs), training))
 
 
 def whole_gradients(job: Job, result: RankResult) -> Mapping[str, torch.Tensor]:

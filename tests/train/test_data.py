@@ -84,6 +84,16 @@ def test_order_is_a_function_of_seed_and_sample_number_alone() -> None:
     assert torch.equal(resumed.train(4, [3])[0][0, 0], torch.tensor(whole[4 * 8 + 3]))
 
 
+def test_a_ramp_reads_the_same_sequences_in_smaller_batches() -> None:
+    whole = first_tokens(Batches(COUNTING, seq=2, batch=1, seed=5), range(40))
+    ramp = Batches(COUNTING, seq=2, batch=8, seed=5, ramp="4:8,8:24")
+    assert [len(ramp.train(step, slice(None))[0]) for step in range(5)] == [2, 2, 4, 4, 8]
+    assert [ramp.losses(step) for step in range(5)] == [4, 4, 8, 8, 16]
+    assert first_tokens(ramp, range(6)) == whole[:28]
+    plain = Batches(COUNTING, seq=2, batch=8, seed=5)
+    assert torch.equal(ramp.evaluation(1, slice(None))[0], plain.evaluation(1, slice(None))[0])
+
+
 def test_held_out_windows_are_the_last_and_come_in_order() -> None:
     batches = Batches(alone(ByteCorpus(np.arange(251, dtype=np.uint8))), seq=2, batch=3, seed=0)
     assert (batches.train_windows, batches.evaluation_windows) == (123, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.layout import Layout
 from ultrascale.train.log import MetricsLog, ProgressLine, StepRecord, batch_line, duration, progress_line
 
@@ -104,6 +105,8 @@ def test_durations(value_s: float, text: str) -> None:
 
 def test_the_batch_in_sequences_and_tokens() -> None:
     assert batch_line(Layout(mbs=2, dp=2, gas=2), 512) == "batch: 8 sequences × 512 = 4,096 tokens (mbs 2 × dp 2 × gas 2)"
+    ramped = batch_line(Layout(mbs=2, dp=2, gas=2), 512, "2k:4k")
+    assert ramped.endswith("; ramp: 2,048 for 2 steps, then 4,096 tokens a step")
     assert batch_line(Layout(), 128) == "batch: 1 sequence × 128 = 128 tokens (mbs 1 × dp 1 × gas 1)"
 
 
@@ -160,3 +163,14 @@ def test_the_time_left_is_the_mean_of_recent_steps() -> None:
         progress.show(record(step, step_time_s=2.0))
     etas = [line.rsplit("ETA ", 1)[1] for line in stream.getvalue().splitlines()]
     assert etas == ["6 s", "1 min 0 s", "20 s", "0 s"]
+
+
+def test_the_time_left_is_that_of_the_tokens_left() -> None:
+    """Two steps of 4 and two of 16: 10 s for 4, so 90 s for 36, 80 s for 32, and 32 s for the last 16 after 40 s for 20."""
+    seconds = iter([0.0, 10.0, 40.0, 80.0])
+    ramp = BatchRamp.of("4:8", 1, 16)
+    progress = ProgressLine(stream := io.StringIO(), total=4, work=ramp.tokens_before, clock=lambda: next(seconds))
+    for step in (1, 2, 3, 4):
+        progress.show(record(step, step_time_s=10.0))
+    etas = [line.rsplit("ETA ", 1)[1] for line in stream.getvalue().splitlines()]
+    assert etas == ["1 min 30 s", "1 min 20 s", "32 s", "0 s"]

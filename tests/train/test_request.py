@@ -55,6 +55,40 @@ def test_micro_batch_and_accumulation_together_are_the_batch():
     assert (layout.dp, layout.mbs, layout.gas) == (2, 1, 3)
 
 
+def test_the_micro_batch_of_a_default_run_divides_every_batch_of_a_ramp():
+    layout = tried("train.batch_ramp=512:4k,1k:16k", world=2).layout
+    assert (layout.dp, layout.mbs, layout.gas) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "says", "works"),
+    [
+        (["train.batch_ramp=400:4k"], 1, "mbs·dp·seq = 1·1·128 = 128: try 384 or 512", "train.batch_ramp=384:4k"),
+        (["train.batch_ramp=2k:4k"], 1, "must have less than job.batch_tokens = 2048: try ", "train.batch_ramp=1024:4k"),
+        (["train.batch_ramp=1k:4k", "layout.mbs=16"], 1, "one micro-batch of mbs·dp·seq = 16·1·128", "layout.mbs=8"),
+        (
+            ["train.batch_ramp=256:4k", "layout.pp=2", "layout.schedule=dualpipe-v"],
+            2,
+            "2 micro-batches of mbs·dp·seq = 1·1·128 = 128, but dualpipe-v on 2 ranks needs at least 4 to fill the pipeline: "
+            "try 512",
+            "train.batch_ramp=512:4k",
+        ),
+        (
+            ["train.batch_ramp=640:4k", "layout.pp=2", "layout.schedule=interleaved"],
+            2,
+            "5 micro-batches of mbs·dp·seq = 1·1·128 = 128, but interleaved on 2 ranks runs them in 2 equal rounds: try 768",
+            "train.batch_ramp=768:4k",
+        ),
+    ],
+)
+def test_every_batch_of_a_ramp_must_fit_the_layout(words, world, says, works):
+    with pytest.raises(SpecError) as error:
+        tried(*words, world=world)
+    assert str(error.value).startswith("train.batch_ramp has a batch of ")
+    assert says in str(error.value)
+    assert tried(*words, works, world=world).training.batch_ramp is not None
+
+
 def test_as_little_is_recomputed_as_fits():
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 64)
     layout = Layout(dp=8, zero=3, mbs=4, gas=2)

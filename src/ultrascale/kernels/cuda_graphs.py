@@ -38,6 +38,8 @@ class CUDAGraphPool:
         """whether this rank's steps are host-bound"""
         self._decision: bool | None = None
         self.used = False
+        self.paused = False
+        """set in a batch-size ramp, where steps differ: its calls run eagerly, and do not count"""
         self.rows: Rows = []
         self._launched_s = 0.0
 
@@ -88,6 +90,8 @@ class CUDAGraphRunner(Generic[T]):
         self.output: T | None = None
 
     def __call__(self) -> T:
+        if self.graphs.paused:
+            return self.work()
         if self.calls == EAGER_CALLS:
             self.wanted = self.graphs.decide()
         self.calls += 1

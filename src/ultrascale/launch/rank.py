@@ -121,7 +121,8 @@ def _train(
     training, job, layout = request.training, request.job, request.layout
     watchdog.at(0, "building")
     mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device, group_timeout_s(training.timeout_s))
-    batches = Batches(corpus(training, job.model.vocab), job.seq, layout.mbs * layout.dp * layout.gas, training.seed)
+    sequences = layout.mbs * layout.dp * layout.gas
+    batches = Batches(corpus(training, job.model.vocab), job.seq, sequences, training.seed, training.batch_ramp)
     engine = build_engine(job, mesh, training, batches)
     watchdog.at(0, "restoring")
     start, reached_loss = _restore(engine, request, lambda: watchdog.at(0, "restoring"))

@@ -20,6 +20,7 @@ from ultrascale.launch.rank_info import RankInfo
 from ultrascale.launch.rendezvous import join, leave
 from ultrascale.measure.verify_recording import PERTURBED_RUNS, Bounds, Item, StepPlan, StepRunner, record, rounding
 from ultrascale.parallel.mesh import Mesh, RankCoordinates
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
@@ -118,7 +119,9 @@ class Reference:
 
 def make_reference(job: Job, sequences: int, steps: Sequence[StepPlan], file: Path) -> Reference:
     alone = job.changed(cluster=Cluster.load("1xh100"), batch_tokens=sequences * job.seq)
-    (bounds,) = local.run(_run_one_rank, 1, alone, Layout(mbs=sequences), steps, file, timeout_s=TIMEOUT_S)
+    mbs = BatchRamp.of(steps[0].training.batch_ramp, job.seq, sequences).divisor
+    layout = Layout(mbs=mbs, gas=sequences // mbs)
+    (bounds,) = local.run(_run_one_rank, 1, alone, layout, steps, file, timeout_s=TIMEOUT_S)
     return Reference(file, steps, bounds)
 
 
@@ -241,5 +244,6 @@ def make_engine(rank_info: RankInfo, job: Job, layout: Layout, training: Trainin
     device = join(rank_info, training.timeout_s)
     torch.set_num_threads(1)
     mesh = Mesh.build(layout, job.model.kv_heads, rank_info.rank, device)
-    batches = Batches(corpus(training, job.model.vocab), job.seq, layout.dp * layout.mbs * layout.gas, training.seed)
+    sequences = layout.dp * layout.mbs * layout.gas
+    batches = Batches(corpus(training, job.model.vocab), job.seq, sequences, training.seed, training.batch_ramp)
     return build_engine(job, mesh, training, batches)

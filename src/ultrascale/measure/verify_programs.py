@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from ultrascale.measure.verify_layouts import compositions, small_job
+from ultrascale.specs.batch_ramp import text
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import read_mapping, write_text
 from ultrascale.specs.folders import CHECKPOINTS, step_folder
@@ -30,6 +31,7 @@ from ultrascale.specs.validate import build
 from ultrascale.train.supported import job_problem, layout_problem
 
 STEPS, SEQ, SEQUENCES = 6, 32, 8
+RAMPS = tuple(text([(SEQ * sequences, 2 * SEQ * SEQUENCES)]) for sequences in (SEQUENCES // 4, SEQUENCES // 2))
 LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
 CANDIDATES_PER_PROGRAM = 64  # programs drawn for each one that is taken
@@ -362,6 +364,8 @@ class ProgramGenerator:
             found["z_loss"] = 1e-3
         if chance() < 0.2:
             found["clip_value"] = 5e-3
+        if chance() < 0.2:
+            found["batch_ramp"] = self.random.choice(RAMPS)
         return found
 
     def _launch(self, layout: Layout, before: Launch | None, number: int) -> Launch:

@@ -20,7 +20,7 @@ from ultrascale.parallel.comm import WaitClock, comm_range, profile_range
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.zero import Float8GatherScales
-from ultrascale.schedules import Action, ActionKind, Schedule
+from ultrascale.schedules import Action, ActionKind, Schedule, build
 
 Actions = Sequence[Sequence[Action]]
 PASSES = {ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input gradients", ActionKind.W: "weight gradients"}
@@ -190,13 +190,10 @@ class Pipeline:
         self.mesh, self.schedule, self.scales = mesh, schedule, scales
         self.rank = mesh.pp.rank
         self.chunks = {chunk.stage: chunk for chunk in chunks}
-        self.route = StageRoutes(schedule, schedule.actions)
+        self.routes = {schedule.microbatches: StageRoutes(schedule, schedule.actions)}
+        """by the number of micro-batches, which grows in a batch-size ramp"""
         self.links = PipelineLinks(mesh, shape, dtype)
         self.last_stage = schedule.stages - 1
-        actions = schedule.actions[self.rank]
-        self.split = {action.stage for action in actions if action.kind is ActionKind.W}
-        finals = {action.stage: place for place, action in enumerate(actions) if action.kind in (ActionKind.B, ActionKind.W)}
-        self.finals = set(finals.values())
         self.ran: list[Action] = []
         """the actions of the last step, in order"""
         self.microbatch: int | None = None
@@ -204,7 +201,11 @@ class Pipeline:
 
     def step(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
         """Runs one step, forward and backward; returns the sums of this rank's losses. `scale` [] weighs each token's loss."""
-        mailbox = _StageMailbox(self.route, self.rank, self.links, self.mesh.clock)
+        route = self._route(len(batch.microbatches))
+        actions = route.actions[self.rank]
+        split_stages = {action.stage for action in actions if action.kind is ActionKind.W}
+        last_of = {action.stage: place for place, action in enumerate(actions) if action.kind in (ActionKind.B, ActionKind.W)}
+        mailbox = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
         saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # input and output of a stage
         pending: dict[tuple[int, int], list[Callable[[], None]]] = {}
         total = torch.zeros(self.losses, device=self.mesh.device)
@@ -212,9 +213,9 @@ class Pipeline:
         self._update_scales()
         for chunk in self.chunks.values():
             chunk.gradients.begin()
-        for place, action in enumerate(self.schedule.actions[self.rank]):
+        for place, action in enumerate(actions):
             chunk, key = self.chunks[action.stage], (action.stage, action.microbatch)
-            last, split = place in self.finals, action.stage in self.split
+            last, split = place == last_of[action.stage], action.stage in split_stages
             with profile_range(PASSES[action.kind], "stage", action.stage, "micro-batch", action.microbatch):
                 if action.kind is ActionKind.F:
                     saved[key] = self._forward(chunk, action, batch, mailbox)
@@ -252,6 +253,13 @@ class Pipeline:
         mailbox.close()
         return total
 
+    def _route(self, microbatches: int) -> StageRoutes:
+        if microbatches not in self.routes:
+            known = self.schedule
+            schedule = build(known.name, known.ranks, microbatches, known.virtual_stages)
+            self.routes[microbatches] = StageRoutes(schedule, schedule.actions)
+        return self.routes[microbatches]
+
     def _update_scales(self) -> None:
         """Weights may have changed since the last forwards."""
         if self.scales is not None:
@@ -269,7 +277,7 @@ class Pipeline:
         self.microbatch = k
         y = chunk.gradients.module(x, batch.positions, targets if stage == self.last_stage else None, *documents)
         self.microbatch = None
-        target = self.route.target(Action(ActionKind.F, stage, k))
+        target = mailbox.route.target(Action(ActionKind.F, stage, k))
         if target is not None:
             mailbox.send(StageMessage(ActionKind.F, stage, k), y.detach(), target)
         return x, y
@@ -282,7 +290,7 @@ class Pipeline:
             grad = mailbox.receive(StageMessage(ActionKind.B, stage + 1, k), self.schedule.rank_of(stage + 1))
         with torch.autograd.set_multithreading_enabled(False):  # faster, see benchmarks/gpu/README.md
             torch.autograd.backward(y, grad)
-        target = self.route.target(action)
+        target = mailbox.route.target(action)
         if target is not None:
             assert x.grad is not None
             mailbox.send(_message(action), x.grad, target)

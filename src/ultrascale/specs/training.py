@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from ultrascale.specs import batch_ramp
 from ultrascale.specs.validate import FrozenSpec, build
 from ultrascale.specs.words import NULL, field_from_text
 
@@ -58,6 +59,14 @@ class Training(FrozenSpec):
     )
     lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
     decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
+    batch_ramp: str | None = Field(
+        None,
+        min_length=1,
+        strict=True,
+        examples=[batch_ramp.EXAMPLE],
+        description="smaller batches at first, BATCH:UNTIL,…: tokens of a batch (4M = 4,194,304), and tokens trained on (252M "
+        "= 252,000,000) until which steps have it; then job.batch_tokens; null: no ramp",
+    )
     weight_decay: float = Field(0.1, ge=0, le=10, strict=True, description="of matrices alone; decoupled with AdamW")
     decay_embeddings: bool = Field(True, strict=True, description="whether weight_decay applies to embedding and head too")
     beta1: float = Field(0.9, ge=0, lt=1, strict=True, description="decay of the mean gradient (AdamW, Lion); momentum of SGD")
@@ -185,6 +194,11 @@ class Training(FrozenSpec):
     def _power_of_ten(cls, value: Any) -> Any:
         # YAML 1.1 reads 1e-3 as text, since it has no point; people write learning rates that way.
         return float(value) if isinstance(value, str) and _POWER.fullmatch(value) else value
+
+    @field_validator("batch_ramp")
+    @classmethod
+    def _ramp_in_tokens(cls, value: str | None) -> str | None:
+        return None if value is None else batch_ramp.text(batch_ramp.parse(value, f"{WHAT}.batch_ramp"))
 
     @field_validator("log", mode="before")
     @classmethod

@@ -98,15 +98,14 @@ class RouterBalance:
         share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
         self.balance_grad.fill_(share * weight * self.job.seq)
 
-    def take(self) -> RouterLoads:
-        """The loads of a step, the same on every rank; called after its last backward."""
+    def take(self, sequences: int) -> RouterLoads:
+        """The loads of a step with so many sequences, the same on every rank; called after its last backward."""
         moe, layers = self.moe, self.job.model.moe_layers
         table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)
         for layer, router in self.routers.items():
             stats = router.pop_stats()
             if self.mesh.tp.rank == 0:
                 table[layer - moe.dense_layers] = stats
-        sequences = self.mesh.layout.dp * self.mesh.layout.mbs * self.mesh.layout.gas
         # Asynchronous: reading the step's loss later synchronizes with the device.
         table = comm.all_reduce(table, self.mesh.world).to("cpu", non_blocking=True)
         return RouterLoads(table, sequences, moe.dense_layers)

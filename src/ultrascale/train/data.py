@@ -1,6 +1,6 @@
 """Global batches as tensors; the tokens of each row are a function of the seed and the step only.
 
-They do not depend on layout, number of processes or earlier steps: a resumed or resharded run continues with the same data.
+They do not depend on layout or number of processes: a resumed or resharded run continues with the same data.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from ultrascale.data.corpora import ConversationCorpus, Corpus, MixtureCorpus, Tokens, checked_windows
 from ultrascale.data.order import MixturePattern, SampleOrder, seed_of
 from ultrascale.model.transformer import IGNORE_INDEX
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.layout import Layout
 
 Rows = slice | Sequence[int]
@@ -24,10 +25,12 @@ Read = TypeVar("Read")
 
 
 class Batches:
-    """Global batches of `batch` sequences by step; any rows of them can be read."""
+    """Global batches by step; any rows of them can be read."""
 
-    def __init__(self, mixture: MixtureCorpus, seq: int, batch: int, seed: int) -> None:
+    def __init__(self, mixture: MixtureCorpus, seq: int, batch: int, seed: int, ramp: str | None = None) -> None:
+        """`batch`: sequences of a batch after `ramp` (train.batch_ramp), and in an evaluation."""
         self.seq, self.batch = seq, batch
+        self.ramp = BatchRamp.of(ramp, seq, batch)
         self._trained = _MixedSamples(mixture, seq, seed)
         self._held_out = self._trained if mixture.held_out is None else _MixedSamples(mixture.held_out, seq, seed, held_out=1.0)
 
@@ -58,7 +61,7 @@ class Batches:
         """How many tokens of a global batch have a loss: all, except in conversations. At least 1, to divide by."""
         samples = self._held_out if held_out else self._trained
         if not samples.masked:
-            return self.batch * self.seq
+            return self._size(number, held_out) * self.seq
         masks = [text.counted(index, self.seq) for text, index in self._windows(number, slice(None), held_out)]
         return max(1, sum(self.seq if mask is None else int(np.count_nonzero(mask)) for mask in masks))
 
@@ -73,9 +76,14 @@ class Batches:
         return tokens[:, :-1].contiguous(), targets
 
     def _windows(self, number: int, rows: Rows, held_out: bool) -> list[Window]:
-        indices = range(*rows.indices(self.batch)) if isinstance(rows, slice) else rows
+        indices = range(*rows.indices(self._size(number, held_out))) if isinstance(rows, slice) else rows
         samples = self._held_out if held_out else self._trained
-        return [samples.window(number * self.batch + row, held_out) for row in indices]
+        first = number * self.batch if held_out else self.ramp.sequences_before(number)
+        return [samples.window(first + row, held_out) for row in indices]
+
+    def _size(self, number: int, held_out: bool) -> int:
+        """Sequences of a batch."""
+        return self.batch if held_out else self.ramp.sequences(number)
 
 
 class _MixedSamples:

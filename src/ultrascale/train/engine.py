@@ -20,6 +20,7 @@ from ultrascale.parallel.comm import Axis, profile_range
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.pipeline import Batch, Pipeline
 from ultrascale.parallel.torch_private import foreach_mul_
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.errors import RunError
 from ultrascale.specs.job import Job
 from ultrascale.specs.training import Training
@@ -97,7 +98,8 @@ class Engine:
         self.balance = RouterBalance(routers, self.weights, job, mesh, training) if job.model.moe is not None else None
         self._loads: RouterLoads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
-        self.tokens = mesh.layout.batch_tokens(job.seq)
+        layout = mesh.layout
+        self.ramp = BatchRamp.of(training.batch_ramp, job.seq, layout.mbs * layout.dp * layout.gas)
         self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
         self.positions = self.here.to(mesh.device)
         self._prefetcher = BatchPrefetcher(self._host_rows, end=training.steps)
@@ -130,13 +132,14 @@ class Engine:
             self.cuda_graphs.launched(time.perf_counter() - began)
         self._batch = None
         if self.balance is not None:
-            self._loads = self.balance.take()
+            self._loads = self.balance.take(self._sequences(batch))
         return self._sum_of_losses(loss) / batch.losses
 
     def _forward_and_backward(self) -> torch.Tensor:
         assert self._batch is not None
         if self.balance is not None:
-            self.balance.set_loss_weight(self.scale.value * self.mesh.data.size / self.tokens)
+            tokens = self._sequences(self._batch) * self.job.seq
+            self.balance.set_loss_weight(self.scale.value * self.mesh.data.size / tokens)
         with profile_range("forward and backward"):
             loss = self.pipeline.step(self._batch, self._loss_weight)
         with profile_range("gradients"):
@@ -199,7 +202,9 @@ class Engine:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
         found, losses = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
         if self.cuda_graphs is not None and not held_out:
-            return Batch(self.cuda_graphs.copy_rows(found), self.positions, losses)
+            self.cuda_graphs.paused = number < self.ramp.end
+            if not self.cuda_graphs.paused:
+                return Batch(self.cuda_graphs.copy_rows(found), self.positions, losses)
         microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
         return Batch(microbatches, self.positions, losses)
 
@@ -208,13 +213,18 @@ class Engine:
         layout, place, batches = self.mesh.layout, self.mesh.place, self.batches
         read = batches.evaluation if held_out else batches.train
         found = []
-        for k in range(layout.gas):
+        gas = layout.gas if held_out else self.ramp.sequences(number) // (layout.mbs * layout.dp)
+        for k in range(gas):
             rows = rows_of(layout, place.dp, k)
             parts: tuple[torch.Tensor, ...] = read(number, rows)
             if self.training.document_mask:
                 parts = (*parts, batches.documents(number, rows, held_out))
             found.append(tuple(self._own_slice(part) for part in parts))
         return found, batches.losses(number, held_out)
+
+    def _sequences(self, batch: Batch) -> int:
+        """Of the global batch, over all ranks."""
+        return len(batch.microbatches) * self.mesh.layout.mbs * self.mesh.layout.dp
 
     def _own_slice(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the sequences; in pinned memory for a GPU, so that the copy is asynchronous."""

@@ -45,7 +45,7 @@ from ultrascale.train.log import rows_through, step_of_row, write_rows
 if TYPE_CHECKING:
     from ultrascale.train.request import Request
 
-JOB_FIELDS = ("precision", "gradients", "ema")  # fields of the job that a resumed run may change
+JOB_FIELDS = ("batch_tokens", "precision", "gradients", "ema")  # fields of the job that a resumed run may change
 
 
 class LastLaunch(BaseModel):
@@ -96,7 +96,9 @@ def last_launch(run: Path) -> LastLaunch | None:
     """The last launch; None if the file cannot be read or was written by another version."""
     data = _read_environment(run)
     try:
-        return LastLaunch.model_validate({**data, "job": {name: data["job"][name] for name in JOB_FIELDS}})
+        return LastLaunch.model_validate(
+            {**data, "job": {name: data["job"][name] for name in JOB_FIELDS if name in data["job"]}}
+        )
     except (KeyError, TypeError, ValueError):
         return None
 

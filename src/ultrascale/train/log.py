@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ultrascale.cost import flops
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.folders import METRICS, sync_folder
 from ultrascale.specs.layout import Layout
@@ -155,8 +156,15 @@ def _curves(record: StepRecord) -> dict[str, float]:
 class ProgressLine:
     """Shows steps on a stream: one rewritten line on a terminal, a line now and then in a pipe."""
 
-    def __init__(self, stream: TextIO, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._total, self._clock = stream, total, clock
+    def __init__(
+        self,
+        stream: TextIO,
+        total: int,
+        work: Callable[[int], int] = lambda step: step,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`work`: of the steps done so far, such as tokens; the time left is that of the work left."""
+        self._stream, self._total, self._work, self._clock = stream, total, work, clock
         self._terminal = stream.isatty()
         self._shown_at = -math.inf
         self._first: int | None = None
@@ -192,8 +200,12 @@ class ProgressLine:
 
     def _left_s(self, record: StepRecord) -> float | None:
         (old, then), (new, now) = self._recent[0], self._recent[-1]
-        each = (now - then) / (new - old) if new > old else record.step_time_s
-        return None if each is None else each * (self._total - record.step)
+        if new == old:
+            old, passed = new - 1, record.step_time_s
+        else:
+            passed = now - then
+        left = self._work(self._total) - self._work(new)
+        return None if passed is None else passed / (self._work(new) - self._work(old)) * left
 
 
 def progress_line(record: StepRecord, total_steps: int, eta_s: float | None, width: int | None = None) -> str:
@@ -222,12 +234,13 @@ def progress_line(record: StepRecord, total_steps: int, eta_s: float | None, wid
     return " · ".join(words.values())
 
 
-def batch_line(layout: Layout, seq: int) -> str:
-    """The global batch in sequences and tokens, and its factors."""
+def batch_line(layout: Layout, seq: int, ramp: str | None = None) -> str:
+    """The global batch in sequences and tokens, its factors, and the smaller batches of train.batch_ramp."""
     sequences = layout.mbs * layout.dp * layout.gas
     noun = "sequence" if sequences == 1 else "sequences"
     factors = f"mbs {layout.mbs} × dp {layout.dp} × gas {layout.gas}"
-    return f"batch: {sequences:,} {noun} × {seq} = {layout.batch_tokens(seq):,} tokens ({factors})"
+    line = f"batch: {sequences:,} {noun} × {seq} = {layout.batch_tokens(seq):,} tokens ({factors})"
+    return f"{line}; ramp: {BatchRamp.of(ramp, seq, sequences)} tokens a step" if ramp else line
 
 
 def duration(value_s: float) -> str:
@@ -252,12 +265,12 @@ class MetricsRecorder:
         """`start`: steps done before this launch."""
         self.request = request
         layout, job = request.layout, request.job
-        self.tokens = layout.batch_tokens(job.seq)
+        self.ramp = BatchRamp.of(request.training.batch_ramp, job.seq, layout.mbs * layout.dp * layout.gas)
         per_token = flops.model_flops(job.model, job.seq, causal=True)
         self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
         sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
         self.log = MetricsLog(out, start if request.continues_in(out) else None, sinks) if out else None
-        self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps)
+        self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps, self.ramp.tokens_before)
 
     def record(
         self,
@@ -270,10 +283,10 @@ class MetricsRecorder:
         checkpoint_s: float | None,
     ) -> None:
         loads = result.loads
-        rate = self.tokens / step_s / self.request.layout.gpus
+        rate = self.ramp.tokens(done - 1) / step_s / self.request.layout.gpus
         record = StepRecord(
             step=done,
-            tokens=done * self.tokens,
+            tokens=self.ramp.tokens_before(done),
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,17 @@ class StepStats:
     optimizer_s: list[float] = field(default_factory=list)
     data_s: list[float] = field(default_factory=list)
     waits_s: list[dict[str, float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """in the batch of each step"""
     memory: MeasuredMemory | None = None
+
+    def of_largest_batch(self) -> StepStats:
+        """Only the steps with the largest batch, which others precede in a batch-size ramp."""
+        of = [tokens == max(self.tokens) for tokens in self.tokens]
+        step_s, optimizer_s, data_s = (list(compress(one, of)) for one in (self.step_s, self.optimizer_s, self.data_s))
+        return StepStats(
+            step_s, optimizer_s, data_s, list(compress(self.waits_s, of)), list(compress(self.tokens, of)), self.memory
+        )
 
 
 class Observer:
@@ -107,16 +118,18 @@ class Loop:
         if self.reached_loss is not None:
             return
         # The second step is the first with all memory allocated: optimizer states and buffers exist.
-        accounted = min(start + 1, training.steps - 1)
-        slowed = StepStats()  # of the step slowed by memory tracking: its times are discarded
+        accounted = {min(start + 1, training.steps - 1)}
+        if start + 1 < self.engine.ramp.end < training.steps:  # the first step with the whole batch, which may need more
+            accounted.add(self.engine.ramp.end)
+        slowed = StepStats()  # of steps slowed by memory tracking: their times are discarded
         for number in range(start, training.steps):
             self.engine.stop_requested = self.stop_signal() is not None
-            if number == accounted:
+            if number in accounted:
                 self.stats.memory, result = self.observer.account(partial(self._step, number, slowed))
             else:
                 result = self._step(number, self.stats)
             self.done = number + 1
-            self._after(result, slowed if number == accounted else self.stats)
+            self._after(result, slowed if number in accounted else self.stats)
             self.observer.on_step_end()
             if self.reached_loss is not None:
                 break
@@ -177,6 +190,7 @@ class Loop:
             result = self._update(number, loss)
         end = time.perf_counter()
         self._stalled += stalled
+        stats.tokens.append(engine.ramp.tokens(number))
         stats.step_s.append(end - start)
         stats.data_s.append(read - start)
         stats.optimizer_s.append(end - backward - stalled)
@@ -195,7 +209,7 @@ class Loop:
 
 def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> Measurement | None:
     """Gathers the statistics of all ranks; returns the measurement on rank 0."""
-    mesh, job, layout = engine.mesh, engine.job, engine.mesh.layout
+    mesh, job, layout, stats = engine.mesh, engine.job, engine.mesh.layout, stats.of_largest_batch()
     everyone: list[tuple[StepStats, int, int]] = [(stats, mesh.place.pp, _layers(engine))]
     if mesh.world.size > 1:
         everyone = [everyone[0]] * mesh.world.size
@@ -204,8 +218,7 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         return None
     warm = stats.step_s[1:] or stats.step_s  # the first step includes compilation and first touches of memory
     step_s = statistics.median(warm)
-    tokens = layout.batch_tokens(job.seq)
-    rate = tokens / step_s
+    rate = stats.tokens[-1] / step_s
     per_token = flops.model_flops(job.model, job.seq)
     hardware = partial(
         flops.hardware_flops, job.model, job.seq, layout.recompute, job.attention, recomputed=recomputed_fraction(job, layout),

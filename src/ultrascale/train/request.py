@@ -17,6 +17,7 @@ from ultrascale.data import corpora
 from ultrascale.data.digest import Report, data_digest
 from ultrascale.kernels.selection import left_in_bf16
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
+from ultrascale.specs.batch_ramp import BatchRamp
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -31,6 +32,7 @@ from ultrascale.specs.validate import build, shown
 from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.history import LastLaunch
+from ultrascale.train.supported import RAMP
 
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "ema", "adapter_rank", "adapter_targets")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
@@ -307,7 +309,8 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
     elif "virtual_stages" not in fixed and "schedule" in fixed:
         follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
-    layout = layout.changed(**_batch(job, layout, fixed, base == Layout()))
+    ramp = BatchRamp.of(training.batch_ramp, job.seq, job.sequences)
+    layout = layout.changed(**_batch(ramp, layout, fixed, base == Layout()))
     if overrides.auto_recompute and layout.gpus == world:
         layout = fastest_recompute(job, layout)
     changed = {name: value for name, value in layout.model_dump().items() if value != getattr(base, name) and name not in fixed}
@@ -405,15 +408,32 @@ def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
     _refuse_other_adapters(given, source)
     if not step:
         return
-    for name in ("seq", "sequences", "optimizer"):
+    for name in ("seq", "optimizer"):
         now, then = getattr(given.job, name), getattr(before, name)
         if now != then:
-            field_name = "batch_tokens" if name == "sequences" else name
             raise SpecError(
-                f"job.{field_name} is {getattr(given.job, field_name)} but the run was trained with "
-                f"{getattr(before, field_name)} up to step {step}: leave it out, or begin a new run with "
-                f"--weights {source.folder}"
+                f"job.{name} is {now} but the run was trained with {then} up to step {step}: leave it out, or begin a new run "
+                f"with --weights {source.folder}"
             )
+    _refuse_other_batches(given, source)
+
+
+def _refuse_other_batches(given: Request, source: Checkpoint) -> None:
+    """Steps that are done keep their batches: the data that follows, and the tokens of all logs, are counted by them."""
+    now, then = (BatchRamp.of(one.training.batch_ramp, one.job.seq, one.job.sequences) for one in (given, source))
+    changes = {stage.step for stage in (*now.stages, *then.stages) if stage.step < source.step}
+    if all(now.sequences(step) == then.sequences(step) for step in changes):
+        return
+    name, value, trained = "job.batch_tokens", str(given.job.batch_tokens), str(source.job.batch_tokens)
+    if given.training.batch_ramp != source.training.batch_ramp:
+        name, value, trained = RAMP, str(given.training.batch_ramp or "null"), str(source.training.batch_ramp or "null")
+    larger = ""
+    if given.job.sequences > then.sequences(source.step - 1):
+        larger = f", add {RAMP}={then.through(source.step)} for the new batch from here on"
+    raise SpecError(
+        f"{name} is {value} but the run was trained with {trained} up to step {source.step}: leave it out{larger}, or begin a "
+        f"new run with --weights {source.folder}"
+    )
 
 
 def _refuse_other_adapters(given: Request, source: Checkpoint) -> None:
@@ -434,11 +454,12 @@ def _data_parallel(layout: Layout, fixed: Mapping[str, Any], world: int) -> int:
     return layout.dp if "dp" in fixed or world % rest else world // rest
 
 
-def _batch(job: Job, layout: Layout, fixed: Mapping[str, Any], base_is_a_try: bool) -> dict[str, int]:
+def _batch(ramp: BatchRamp, layout: Layout, fixed: Mapping[str, Any], base_is_a_try: bool) -> dict[str, int]:
     """Micro-batch size and accumulation that give the job's batch; values given by the user stay."""
-    sequences, dp = job.sequences, layout.dp
-    if base_is_a_try and not {"gas", "mbs"} & set(fixed) and layout.pp == 1 and sequences % dp == 0:
-        return {"mbs": sequences // dp, "gas": 1}  # only a pipeline needs smaller micro-batches
+    sequences, dp = ramp.stages[-1].sequences, layout.dp
+    if base_is_a_try and not {"gas", "mbs"} & set(fixed) and layout.pp == 1 and ramp.divisor % dp == 0:
+        mbs = ramp.divisor // dp  # only a pipeline needs smaller micro-batches
+        return {"mbs": mbs, "gas": sequences // (dp * mbs)}
     if "gas" not in fixed:
         gas, rest = divmod(sequences, dp * layout.mbs)
         if "mbs" in fixed:

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from itertools import islice, product
 
 from ultrascale.cost import engines, legality
-from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
+from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
+from ultrascale.specs import batch_ramp
 from ultrascale.specs.engine import OWN_ENGINE
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import OPTIMIZER_SETTINGS, WHAT, Training
 
+RAMP = f"{WHAT}.batch_ramp"
 # 1 + 2·z_loss·logsumexp, times FACTOR of kernels/float8.py, stays below e5m2's largest number for a log-sum-exp up to 375.
 FP8_MAX_Z_LOSS = 1e-3
 
@@ -65,10 +67,39 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             f"train.z_loss is {training.z_loss:g} but gradients of logits in fp8 have room for {FP8_MAX_Z_LOSS:g} at most: "
             f"try {FP8_MAX_Z_LOSS:g}, or job.precision=bf16"
         )
+    yield from _ramp_problems(job, layout, training)
     yield from _expert_problems(job, layout, training)
     yield from _optimizer_problems(job, training)
     if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
         yield f"train.fp8_gather is fp8 but {why}, or train.fp8_gather=auto"
+
+
+def _ramp_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
+    """Every batch of the ramp has the job's layout, with fewer micro-batches."""
+    one = layout.mbs * layout.dp * job.seq
+    factors = f"mbs·dp·seq = {layout.mbs}·{layout.dp}·{job.seq} = {one}"
+
+    def reason(gas: int) -> str | None:
+        return legal(layout.schedule, layout.pp, gas, layout.virtual_stages) if layout.pp > 1 else None
+
+    for batch, until in batch_ramp.parse(training.batch_ramp, RAMP):
+        given = f"{RAMP} has a batch of {batch} tokens"
+        gas, rest = divmod(batch, one)
+        if gas >= layout.gas:
+            half = layout.gas // 2 * one or max(1, job.sequences // 2) * job.seq
+            yield f"{given} but must have less than job.batch_tokens = {layout.gas * one}: try {RAMP}={half}:{until}"
+        elif layout.gas == 1:
+            sizes = [mbs for mbs in divisors(layout.mbs)[:-1] if batch % (mbs * layout.dp * job.seq) == 0]
+            works = f"layout.mbs={sizes[-1]}" if sizes else f"layout.mbs=1 with job.batch_tokens={2 * one}"
+            yield f"{given} but the whole batch is one micro-batch of {factors}: try {works}"
+        elif rest:
+            works = near(batch, [count * one for count in (gas, gas + 1) if 0 < count < layout.gas])
+            yield f"{given} but every batch must be a multiple of {factors}: try {works}"
+        elif (why := reason(gas)) is not None:
+            larger = (more for more in range(gas + 1, min(layout.gas, gas + 4 * layout.pp)) if reason(more) is None)
+            works = next((str(more * one) for more in larger), f"layout.schedule={DEFAULT_SCHEDULE}")
+            why = why.removeprefix("microbatches: ").partition(", given")[0]
+            yield f"{given}, {gas} micro-batches of {factors}, but {why}: try {works}"
 
 
 def _chunk_problems(chunks: int, sequences: int, length: int) -> Iterator[str]:
