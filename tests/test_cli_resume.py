@@ -14,6 +14,7 @@ from builders import write_tokens
 from conftest import Run
 from ultrascale.launch import launcher
 from ultrascale.launch.launcher import Trainer
+from ultrascale.measure.compare import load
 from ultrascale.specs.errors import SpecError
 from ultrascale.train import checkpoint
 
@@ -121,6 +122,20 @@ def test_a_run_that_resumes_inside_a_ramp_is_the_run_that_was_not_interrupted(ru
         assert torch.equal(one.tensor(name), other.tensor(name)), name
     measured = json.loads((whole / "measurement.json").read_text())
     assert measured["tokens_per_s"] == pytest.approx(128 / measured["step_time_s"])
+    assert measured["batch_tokens"] is None
+
+
+def test_a_run_that_ends_in_its_ramp_is_compared_with_the_plan_of_that_batch(run: Run, tmp_path: Path) -> None:
+    """Batches of 2, 2, 4, 4 and 8 sequences: two steps have the second, and one of them counts memory."""
+    words = ("--seq", 16, "job.batch_tokens=128", "train.batch_ramp=32:64,64:192", *WORDS[2:])
+    code, printed, err = run("train", "--model", "tiny", "--steps", 5, "--out", tmp_path / "ramp", *words)
+    assert code == 0, err
+    assert "one step of 64 tokens" in printed
+    measured = json.loads((tmp_path / "ramp" / "measurement.json").read_text())
+    assert measured["tokens_per_s"] == pytest.approx(64 / measured["step_time_s"])
+    compared = load(tmp_path / "ramp")
+    assert compared.plan.job.batch_tokens == measured["batch_tokens"] == 64
+    assert compared.plan.layout.gas == 2
 
 
 def test_steps_that_are_done_keep_their_batches(run: Run, copied: Path) -> None:

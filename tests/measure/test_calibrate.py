@@ -36,7 +36,7 @@ from ultrascale.specs.measurement import MeasuredMemory, MeasuredStage, Measured
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
 
-TRUTH = Efficiency(matmul=0.95, attention_forward=0.44, attention_backward=0.344, kernel_launch_s=6e-5)
+TRUTH = Efficiency(matmul=0.95, attention_forward=0.44, attention_backward=0.344, kernel_launch_s=1.5e-5)
 SHAPES = (
     ("smollm2-135m", 1024, 1),
     ("smollm2-360m", 2048, 2),
@@ -83,7 +83,7 @@ def test_known_constants_are_recovered(recovered: Calibration) -> None:
     assert given.matmul == pytest.approx(0.95, rel=0.02)
     assert given.attention_forward == pytest.approx(0.44, rel=0.04)
     assert given.attention_backward == pytest.approx(0.344, rel=0.04)
-    assert given.kernel_launch_s == pytest.approx(6e-5, rel=0.05)
+    assert given.kernel_launch_s == pytest.approx(1.5e-5, rel=0.05)
     after = recovered.errors("after")
     assert after is not None
     assert after.worst < 0.015
@@ -157,7 +157,7 @@ def test_a_run_that_alone_identifies_a_constant_is_not_used_for_validation() -> 
 
 def test_constants_worse_on_held_out_runs_are_rejected(run: Run, tmp_path: Path) -> None:
     """Runs that no constants fit: the same few shapes, each at random half as fast or twice as fast as the plan says."""
-    rng, base = random.Random(1), Efficiency()
+    rng, base = random.Random(2), Efficiency()
     runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in simulated_runs(base)]
     write(tmp_path / "runs.jsonl", runs, extra_gib=base.workspace_gib)
     code, out, error = run("calibrate", tmp_path / "runs.jsonl", "-o", tmp_path / "cluster.yaml", "--json")
@@ -185,7 +185,7 @@ def test_the_median_held_out_error_decides() -> None:
 
 def test_memory_is_fitted_where_times_need_no_fit(tmp_path: Path) -> None:
     """Times that nothing explains, as above; but what an allocator holds beside is the same in all."""
-    rng, base = random.Random(1), Efficiency()
+    rng, base = random.Random(2), Efficiency()
     runs = [replace(one, step_s=one.step_s * math.exp(rng.choice((-0.6, 0.6)))) for one in simulated_runs(base)]
     write(tmp_path / "runs.jsonl", runs, extra_gib=0.07)
     found = calibrate(load([tmp_path / "runs.jsonl"]))

@@ -62,3 +62,10 @@ def test_what_is_no_ramp(given: str, problem: str) -> None:
     assert problem in str(error.value)
     if ": try " in problem:
         assert len(parse(problem.rpartition(": try ")[2], "train.batch_ramp")) == 2
+
+
+def test_the_batch_that_is_measured_is_that_of_two_steps() -> None:
+    """Steps 0 to 1, 2 to 3, and from 4."""
+    ramp = BatchRamp.of("32:64,64:192", 16, 8)
+    assert [ramp.first_measured(0, end) for end in (1, 2, 3, 4, 5, 6)] == [0, 0, 0, 2, 2, 4]
+    assert [ramp.first_measured(start, 6) for start in (3, 5)] == [4, 5]

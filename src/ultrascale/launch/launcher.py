@@ -92,8 +92,11 @@ def train(
         outcome = _start(request, out, env_rank, peak, quiet, observe)
     if outcome is None:
         return None
-    if out is not None and outcome.measured is not None:
-        outcome.measured.save(out / MEASUREMENT)
+    if outcome.measured is not None:
+        if predicted is not None and outcome.measured.batch_tokens is not None:
+            predicted = estimate(*outcome.measured.of_batch(request.job, request.layout))
+        if out is not None:
+            outcome.measured.save(out / MEASUREMENT)
     return Run(request, predicted, outcome, out)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.cost import host
+from ultrascale.cost.estimate import estimate
 from ultrascale.cost.kernels import QUERY_BLOCK
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import MEASURED_OWNERS, Estimate
@@ -131,7 +132,16 @@ def load_run(path: Path, consequence: str, advice: str) -> tuple[Plan, Measureme
     for name, hint in ((PLAN, "`ultrascale train --out` writes it"), (MEASUREMENT, "a run has it once all its steps are done")):
         if not (path / name).is_file():
             raise SpecError(f"{path} has no {name}, so {consequence} ({hint}): {advice}")
-    return Plan.load(path / PLAN), Measurement.load(path / MEASUREMENT)
+    measured = Measurement.load(path / MEASUREMENT)
+    return of_measured_batch(Plan.load(path / PLAN), measured), measured
+
+
+def of_measured_batch(plan: Plan, measured: Measurement) -> Plan:
+    """The plan, with an estimate for the batch that was measured."""
+    if measured.batch_tokens is None:
+        return plan
+    job, layout = measured.of_batch(plan.job, plan.layout)
+    return Plan(job=job, layout=layout, estimate=estimate(job, layout))
 
 
 def compare(first: ComparisonSide, second: ComparisonSide) -> Comparison:

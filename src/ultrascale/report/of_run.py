@@ -95,6 +95,7 @@ def _run_sections(folder: Path, plan: Plan, rows: list[dict[str, Any]]) -> Itera
         parts.append(words("No step has been written yet."))
     yield Section("Run", tuple(parts))
     if measured is not None:
+        plan = compare.of_measured_batch(plan, measured)
         sides = compare.ComparisonSide("plan", plan, plan.estimate), compare.ComparisonSide(folder.name, plan, measured)
         found = compare.compare(*sides)
         head = ("term", "predicted", "measured", "difference")

@@ -93,7 +93,8 @@ def show_end(console: Console, run: Run) -> None:
 def show_measured(console: Console, run: Run) -> None:
     """Predicted, measured, difference of time and memory of one step."""
     compared = terms(run.predicted, run.measured)
-    show_terms(console, "predicted and measured, one step", ("predicted", "measured"), compared)
+    of = f" of {batch:,} tokens" if (batch := run.measured.batch_tokens) else ""
+    show_terms(console, f"predicted and measured, one step{of}", ("predicted", "measured"), compared)
     notes(console, run.measured.notes)
 
 

@@ -75,6 +75,11 @@ class BatchRamp:
         """Steps of the ramp: the first step, counted from 0, with the whole batch."""
         return self.stages[-1].step
 
+    def first_measured(self, start: int, end: int) -> int:
+        """Of the steps from `start` to `end`, the first with the largest batch that two of them have; `start` if none has."""
+        begins = [max(stage.step, start) for stage in self.stages] + [end]
+        return max((one for one, two in pairwise(begins) if min(two, end) - one > 1), default=start)
+
     @property
     def divisor(self) -> int:
         """The largest number of sequences that divides every batch."""

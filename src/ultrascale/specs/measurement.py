@@ -7,6 +7,8 @@ from typing import Self
 
 from ultrascale.specs.estimate import OWNERS
 from ultrascale.specs.files import read_mapping, write_text
+from ultrascale.specs.job import Job
+from ultrascale.specs.layout import Layout
 from ultrascale.specs.validate import FrozenSpec, build
 
 
@@ -68,9 +70,18 @@ class Measurement(FrozenSpec):
     time: MeasuredTime
     steps: int
     """how many the medians are taken over"""
+    batch_tokens: int | None = None
+    """in each of these steps, where train.batch_ramp has other batches than the job's"""
     processes: int
     device: str
     notes: tuple[str, ...] = ()
+
+    def of_batch(self, job: Job, layout: Layout) -> tuple[Job, Layout]:
+        """The job and the layout with the batch that was measured."""
+        if self.batch_tokens is None:
+            return job, layout
+        gas = self.batch_tokens // (layout.mbs * layout.dp * job.seq)
+        return job.changed(batch_tokens=self.batch_tokens), layout.changed(gas=gas)
 
     def save(self, path: Path) -> None:
         write_text(path, self.model_dump_json(indent=1) + "\n")

@@ -43,9 +43,10 @@ class StepStats:
     """in the batch of each step"""
     memory: MeasuredMemory | None = None
 
-    def of_largest_batch(self) -> StepStats:
-        """Only the steps with the largest batch, which others precede in a batch-size ramp."""
-        of = [tokens == max(self.tokens) for tokens in self.tokens]
+    def of_batch(self, tokens: int) -> StepStats:
+        """Only the steps with a batch of so many tokens; with the largest, if none has."""
+        tokens = tokens if tokens in self.tokens else max(self.tokens, default=tokens)
+        of = [batch == tokens for batch in self.tokens]
         step_s, optimizer_s, data_s = (list(compress(one, of)) for one in (self.step_s, self.optimizer_s, self.data_s))
         return StepStats(
             step_s, optimizer_s, data_s, list(compress(self.waits_s, of)), list(compress(self.tokens, of)), self.memory
@@ -118,9 +119,9 @@ class Loop:
         if self.reached_loss is not None:
             return
         # The second step is the first with all memory allocated: optimizer states and buffers exist.
-        accounted = {min(start + 1, training.steps - 1)}
-        if start + 1 < self.engine.ramp.end < training.steps:  # the first step with the whole batch, which may need more
-            accounted.add(self.engine.ramp.end)
+        # In a batch-size ramp it is accounted for again in the first step with the batch that is measured.
+        measured = self.engine.ramp.first_measured(start, training.steps)
+        accounted = {min(start + 1, training.steps - 1), *([measured] if measured > start else [])}
         slowed = StepStats()  # of steps slowed by memory tracking: their times are discarded
         for number in range(start, training.steps):
             self.engine.stop_requested = self.stop_signal() is not None
@@ -138,6 +139,7 @@ class Loop:
                 break
         if not self.stats.step_s:  # the run has only one step
             self.stats = replace(slowed, memory=self.stats.memory)
+        self.stats = self.stats.of_batch(self.engine.ramp.tokens(measured))
         if self.checkpoints is not None and self.done > start:
             self.at(self.done, "saving")
             if self.recorder is not None:
@@ -209,7 +211,7 @@ class Loop:
 
 def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> Measurement | None:
     """Gathers the statistics of all ranks; returns the measurement on rank 0."""
-    mesh, job, layout, stats = engine.mesh, engine.job, engine.mesh.layout, stats.of_largest_batch()
+    mesh, job, layout = engine.mesh, engine.job, engine.mesh.layout
     everyone: list[tuple[StepStats, int, int]] = [(stats, mesh.place.pp, _layers(engine))]
     if mesh.world.size > 1:
         everyone = [everyone[0]] * mesh.world.size
@@ -248,6 +250,7 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         memory=tuple(stages),
         time=_time([one[0] for one in everyone], step_s, on_cpu, not untimed),
         steps=len(warm),
+        batch_tokens=stats.tokens[0] if stats.tokens[0] != layout.batch_tokens(job.seq) else None,
         processes=layout.gpus,
         device=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         notes=tuple(_notes(engine, on_cpu and untimed)),
