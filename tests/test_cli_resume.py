@@ -123,6 +123,14 @@ def test_a_run_that_resumes_inside_a_ramp_is_the_run_that_was_not_interrupted(ru
     measured = json.loads((whole / "measurement.json").read_text())
     assert measured["tokens_per_s"] == pytest.approx(128 / measured["step_time_s"])
     assert measured["batch_tokens"] is None
+    words = ("--nproc", 2, "layout.dp=1", "layout.pp=2", "layout.mbs=2", "--out", tmp_path / "pp")
+    code, _, err = run("train", "--resume", whole / "checkpoints" / "step-000001", *words)
+    assert code == 2
+    assert "has a batch of 32 tokens, 1 micro-batch of" in err.replace("\n", " ")
+    code, _, err = run("train", "--resume", whole / "checkpoints" / "step-000002", *words)  # after the batches of 32 tokens
+    assert code == 0, err
+    losses = [row[2] for row in rows(whole)[2:]]
+    assert [row[2] for row in rows(tmp_path / "pp")] == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_run_that_ends_in_its_ramp_is_compared_with_the_plan_of_that_batch(run: Run, tmp_path: Path) -> None:

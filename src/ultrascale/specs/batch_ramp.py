@@ -119,5 +119,10 @@ def parse(ramp: str | None, field: str) -> list[tuple[int, int]]:
     return stages
 
 
+def stages_left(ramp: str | None, trained: int) -> str | None:
+    """The ramp without the stages that are over when so many tokens were trained on."""
+    return text(stage for stage in parse(ramp, "train.batch_ramp") if stage[1] > trained) or None
+
+
 def text(stages: Iterable[tuple[int, int]]) -> str:
     return ",".join(f"{batch}:{until}" for batch, until in stages)

@@ -17,7 +17,7 @@ from ultrascale.data import corpora
 from ultrascale.data.digest import Report, data_digest
 from ultrascale.kernels.selection import left_in_bf16
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY
-from ultrascale.specs.batch_ramp import BatchRamp
+from ultrascale.specs.batch_ramp import BatchRamp, stages_left
 from ultrascale.specs.checkpointing import Checkpointing, checkpoint_value
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError, nearest
@@ -213,7 +213,7 @@ def from_checkpoint(
     if last is not None:
         notes.extend(_inherited_settings_notes(source, last))
         job, training, settings = job.changed(**last.job), last.training, last.checkpoint
-    given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes)
+    given = _request(job, layout, changes, world or _processes(layout, changes.layout), training, notes, source.step)
     _refuse_unresumable(given, source)
     notes.extend(_learning_rate_notes(given.training, source))
     given = replace(given, notes=tuple(notes))
@@ -291,7 +291,10 @@ def from_model(model: Model, overrides: Overrides, world: int, precision: str = 
     return _request(job, Layout(), overrides, world, Training(), [])
 
 
-def _request(job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str]) -> Request:
+def _request(
+    job: Job, base: Layout, overrides: Overrides, world: int, training: Training, notes: list[str], done: int = 0
+) -> Request:
+    """`done`: steps of the run that is resumed."""
     training = training.changed(**overrides.train)
     places = {"train.data": training.data, "train.eval_data": training.eval_data}
     whole = {name.removeprefix("train."): corpora.absolute(name, text) for name, text in places.items() if text is not None}
@@ -318,7 +321,8 @@ def _request(job: Job, base: Layout, overrides: Overrides, world: int, training:
         notes.append("to fit: " + ", ".join(f"layout.{name}={value}" for name, value in changed.items()))
     if layout.gpus != world:
         raise SpecError(_world_sentence(job, layout, training, world))
-    supported.check(job, layout, training)
+    left = stages_left(training.batch_ramp, ramp.tokens_before(done))
+    supported.check(job, layout, training.changed(batch_ramp=left))
     if (plain := left_in_bf16(job, layout, training)) is not None:
         notes.append(plain)
     corpora.check(training, job.model.vocab, job.seq)

@@ -99,7 +99,7 @@ def _ramp_problems(job: Job, layout: Layout, training: Training) -> Iterator[str
             larger = (more for more in range(gas + 1, min(layout.gas, gas + 4 * layout.pp)) if reason(more) is None)
             works = next((str(more * one) for more in larger), f"layout.schedule={DEFAULT_SCHEDULE}")
             why = why.removeprefix("microbatches: ").partition(", given")[0]
-            yield f"{given}, {gas} micro-batches of {factors}, but {why}: try {works}"
+            yield f"{given}, {gas} micro-batch{'es' * (gas > 1)} of {factors}, but {why}: try {works}"
 
 
 def _chunk_problems(chunks: int, sequences: int, length: int) -> Iterator[str]:
