@@ -254,3 +254,11 @@ def test_a_thinned_timeline_keeps_its_peak_and_its_beginning() -> None:
     assert "capacity 0.00 MiB" in picture
     assert "a &lt;title&gt;" in picture
     assert "capacity" not in draw(MemoryTimeline(("parameters", "activations"), few, "by hand"), "t", capacity=1e9)
+
+
+def test_steps_of_a_batch_size_ramp_are_not_profiled(run: Run, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "plan.yaml", gas=2)
+    half = Plan.load(plan).job.batch_tokens // 2
+    code, _, err = run("profile", plan, f"train.batch_ramp={half}:{half}")
+    assert code == 2
+    assert f"leave it out, or try job.batch_tokens={half} for" in " ".join(err.split())

@@ -327,6 +327,12 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
     settings = {"train.steps": before + steps, "checkpoint.save": "false"}
     world = mine.world if mine else nproc
     request = from_words(words, settings, world, launcher.has_gpu(), devices=launcher.local_devices())
+    if (ramp := request.training.batch_ramp) is not None:
+        smaller = ramp.partition(":")[0]
+        raise SpecError(
+            f"train.batch_ramp is {ramp} but the steps of a profile have one batch: leave it out, or try "
+            f"job.batch_tokens={smaller} for a step of the ramp"
+        )
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     import_torch()
     from ultrascale.measure import profile as measure

@@ -54,8 +54,8 @@ DELTA_CHUNK = 64  # tokens that linear attention computes at a time (model/linea
 def linear_attention_flops(model: Model) -> float:
     """Forward FLOPs per token of one gated delta rule, projections and convolutions left out.
 
-    Per value head: three products of a chunk's tokens with each other, 2·C·(2·dk + dv); the triangular system for keys and
-    values, C·(dk + dv); three products with the state, 6·dk·dv.
+    Per value head: three matmuls of a chunk's tokens with each other, 2·C·(2·dk + dv); the triangular system for keys and
+    values, C·(dk + dv); three matmuls with the state, 6·dk·dv.
     """
     linear = model.linear_attention
     if linear is None:

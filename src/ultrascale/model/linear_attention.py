@@ -132,15 +132,15 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: T
     scores = (q @ k.mT) * between
     queries = q * total.exp().unsqueeze(-1)
     keys = k * (total[..., -1:] - total).exp().unsqueeze(-1)
-    left = total[..., -1].exp()[..., None, None]
+    decays = total[..., -1].exp()[..., None, None]
 
     state = values.new_zeros(batch * heads, k.shape[-1], values.shape[-1])
     outputs = []
-    parts = (part.unbind() for part in (new_values, old_keys, queries, scores, keys, left))
-    for new, old, query, score, key, rest in zip(*parts, strict=True):
+    parts = (part.unbind() for part in (new_values, old_keys, queries, scores, keys, decays))
+    for new, old, query, score, key, decay in zip(*parts, strict=True):
         written = torch.baddbmm(new, old, state, alpha=-1)
         outputs.append(torch.baddbmm(query @ state, score, written))
-        state = torch.baddbmm(state * rest, key.mT, written)
+        state = torch.baddbmm(state * decay, key.mT, written)
     by_chunk = torch.stack(outputs, 1).unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
     out: Tensor = by_chunk.flatten(2, 3)[:, :, :length].transpose(1, 2).to(v.dtype)
     return out

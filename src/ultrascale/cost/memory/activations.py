@@ -31,7 +31,7 @@ class LayerActivations:
     """without any policy"""
     gradients: Array
     """gradients of activations that are live at the peak of the layer's backward"""
-    linear_more: Array
+    linear_extra: Array
     """what a layer with linear attention keeps beyond one with attention, where the layers counted here are of both kinds"""
 
     @cached_property
@@ -87,7 +87,7 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, recomputes)
-    return LayerActivations(kept, modules, np.asarray(gradients), _linear_more(job, columns, moe, kept))
+    return LayerActivations(kept, modules, np.asarray(gradients), _linear_extra(job, columns, moe, kept))
 
 
 def norm_bytes(job: Job) -> int:
@@ -106,7 +106,7 @@ def _mixer(job: Job, columns: LayoutColumns, moe: bool) -> dict[str, Array]:
     }
 
 
-def _linear_more(job: Job, columns: LayoutColumns, moe: bool, kept: dict[str, Array]) -> Array:
+def _linear_extra(job: Job, columns: LayoutColumns, moe: bool, kept: dict[str, Array]) -> Array:
     share, nothing = job.model.linear_share(moe), np.zeros(len(columns))
     if not 0 < share < 1:
         return nothing

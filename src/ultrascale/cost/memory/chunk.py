@@ -200,18 +200,18 @@ class ChunkMemory:
             layers = np.clip(done - kind.done, 0, kind.count)
             found = found + layers * kind.saved.total
             if share := self.job.model.linear_share(kind.moe):
-                linear = self.linear_of_last[kind.done + layers] - self.linear_of_last[kind.done]
-                found = found + np.where(self.ends_pattern, linear - share * layers, 0.0) * kind.saved.linear_more
+                linear = self.linear_in_last[kind.done + layers] - self.linear_in_last[kind.done]
+                found = found + np.where(self.has_whole_periods, linear - share * layers, 0.0) * kind.saved.linear_extra
         return found
 
     @cached_property
-    def linear_of_last(self) -> Array:
+    def linear_in_last(self) -> Array:
         """How many of the model's last 0, 1, … layers have linear attention."""
         model = self.job.model
         return np.cumsum([0, *map(model.is_linear, reversed(range(model.layers)))])
 
     @cached_property
-    def ends_pattern(self) -> Array:
+    def has_whole_periods(self) -> Array:
         """Whether the chunk's last layers are of the same kinds as the model's: it has whole periods of the pattern."""
         model = self.job.model
         whole = not model.layers % max(1, len(model.attention_pattern))

@@ -138,11 +138,11 @@ def _layers_done(chunk: ChunkMemory, kind: LayerKind, linear: bool) -> list[Arra
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
     found = [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
     if chunk.job.model.linear_layers:
-        alike = np.flatnonzero(np.diff(chunk.linear_of_last) == linear)
+        alike = np.flatnonzero(np.diff(chunk.linear_in_last) == linear)
         last = len(alike) - 1
         after = [alike[np.minimum(np.searchsorted(alike, done), last)] for done in found[:2]]
         before = [alike[np.maximum(np.searchsorted(alike, done, side="right") - 1, 0)] for done in found[2:]]
-        found = [np.where(chunk.ends_pattern, near, done) for near, done in zip((*after, *before), found, strict=True)]
+        found = [np.where(chunk.has_whole_periods, near, done) for near, done in zip((*after, *before), found, strict=True)]
     return list({done.tobytes(): done for done in found}.values())  # chunks of few layers: two alike
 
 
@@ -471,7 +471,7 @@ def _beside_layer(
     freed = np.where(split, chunk.deferred - chunk.deferred_when_done(done), chunk.saved_when_done(done))
     this = kind.saved.total
     if share := chunk.job.model.linear_share(kind.moe):
-        this = this + np.where(chunk.ends_pattern, linear - share, 0.0) * kind.saved.linear_more
+        this = this + np.where(chunk.has_whole_periods, linear - share, 0.0) * kind.saved.linear_extra
     yield activation("of what is in flight: this layer, and those done", -this - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
