@@ -220,6 +220,11 @@ def test_unusable_templates_are_named(template: str | None, says: str, tmp_path:
         tokenize_chats(write_chats(tmp_path / "a.jsonl", [{"messages": CHATS[1]}]), tmp_path / "out", folder)
 
 
+def test_a_missing_tokenizer_is_named_before_its_template(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="nothere does not exist"):
+        tokenize_chats(write_chats(tmp_path / "a.jsonl", [{"messages": CHATS[1]}]), tmp_path / "out", tmp_path / "nothere")
+
+
 def test_bytes_have_a_template_of_their_own(tmp_path: Path) -> None:
     tokenize_chats(write_chats(tmp_path / "a.jsonl", [{"messages": one} for one in CHATS]), tmp_path / "out")
     (_, _), (tokens, mask) = conversations(tmp_path / "out")

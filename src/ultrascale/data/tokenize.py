@@ -137,8 +137,8 @@ def tokenize_chats(
     """As `tokenize`, of conversations, with a mask of the answers. `template`: a file, if not the tokenizer's own template."""
     file = None if tokenizer is None else tokenizer_file(tokenizer, chat.CONFIG, chat.TEMPLATE)
     file = file / TOKENIZER if file is not None and file.is_dir() else file
-    rendered = chat.ChatTemplate.load(None if file is None else file.parent, None if template is None else Path(template))
     encoder = load(file, eod, chat=True)
+    rendered = chat.ChatTemplate.load(None if file is None else file.parent, None if template is None else Path(template))
     return _tokenize(source, out, encoder, file, chat.Conversations(rendered), workers, progress, part_bytes)
 
 
