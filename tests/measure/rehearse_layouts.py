@@ -186,8 +186,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("gpt-oss", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
     ("qwen3-next", {"dp": 4, "ep": 2, "tp": 2, "zero": 3, "gas": 2}),
     ("qwen3-next", {"recompute": "selective", "gas": 2}),
-    ("qwen3-next", {"mbs": 8, "recompute": "full", "recompute_layers": 2}),
     ("linear", {"tp": 2}),
+    ("linear", {"mbs": 8, "gas": 2, "recompute": "full", "recompute_layers": 3}),  # the last layer keeps all, and has attention
     ("gqa", {"adapter_rank": 16, "tp": 2}),
     ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
