@@ -34,11 +34,11 @@ class TensorParallelFloat8Block(Float8Block):
         self.tp = plain.tp
 
     def qkv_rotary(self, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _TensorParallelQKV.apply(*given, self.deferred, self.tp)  # type: ignore[no-untyped-call, no-any-return]
+        return _TensorParallelFloat8QKV.apply(*given, self.deferred, self.tp)  # type: ignore[no-untyped-call, no-any-return]
 
     def out_mlp(self, *given: Any) -> Tensor:
         settings = self.saves_gate_up, self.deferred, self.tp
-        return _TensorParallelOutputAndMLP.apply(*given, *settings)  # type: ignore[no-untyped-call, no-any-return]
+        return _TensorParallelFloat8OutputAndMLP.apply(*given, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Float8AllGather:
@@ -62,7 +62,7 @@ def cast_gradient(grad: Tensor, axis: Axis) -> GemmOperand:
     return float8_block.cast(grad, comm.all_reduce(float8_block.amax(grad), axis, op="max"), E5M2)
 
 
-class _TensorParallelQKV(torch.autograd.Function):
+class _TensorParallelFloat8QKV(torch.autograd.Function):
     """Norm, QKV projection and rotary embedding; also returns the input, so that its gradients are summed in one kernel."""
 
     @staticmethod
@@ -106,7 +106,7 @@ class _TensorParallelQKV(torch.autograd.Function):
         return grad_x.view_as(x), grad_gain, *grad_weights, None, None, None, None, None, None
 
 
-class _TensorParallelOutputAndMLP(torch.autograd.Function):
+class _TensorParallelFloat8OutputAndMLP(torch.autograd.Function):
     """Output projection, residual sum with the norm, and the gated MLP."""
 
     @staticmethod
