@@ -17,6 +17,7 @@ from ultrascale.cost import muon
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare, rows_of
 from ultrascale.cost.memory import activations, tensors
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint
+from ultrascale.cost.memory.layer_backward import layer_backward
 from ultrascale.cost.memory.rehearsed_engines import engine_points
 from ultrascale.cost.memory.states import (
     StateBytes,
@@ -231,7 +232,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     job, columns = chunk.job, chunk.columns
     state, traced = _states(chunk), job.framework.exact_memory_trace
     if traced:
-        layer = split_layer = tensors.layer_backward(chunk, state.gradients, split=False)
+        layer = split_layer = layer_backward(chunk, state.gradients, split=False)
         live = tensors.chunk_events(chunk, state.gradients)
         loss, weight_grads = tensors.loss_peak(chunk, live), tensors.weight_grads_peak(chunk, live)
     else:
@@ -247,7 +248,7 @@ def _peak_parts(chunk: ChunkMemory) -> PeakParts:
     if traced:
         # A search gives the schedule separately from the rows: none of them is split in itself.
         split = columns.split_backward.any()
-        split_layer = tensors.layer_backward(chunk, state.gradients, split=True) if split else layer
+        split_layer = layer_backward(chunk, state.gradients, split=True) if split else layer
     return PeakParts(
         state,
         chunk.saved,

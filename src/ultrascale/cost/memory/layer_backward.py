@@ -1,0 +1,488 @@
+"""Backward of one layer, as tables of tensors with the events between which they are live.
+
+Every allocation of our own engine was traced operator by operator (`exact_memory_trace`, docs/rehearse.md); other engines are
+counted in estimate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum, auto
+from itertools import product
+
+import numpy as np
+
+from ultrascale.cost.columns import Array, where
+from ultrascale.cost.flops import DELTA_CHUNK
+from ultrascale.cost.memory import states
+from ultrascale.cost.memory.activations import LayerActivations, attention, linear_attention
+from ultrascale.cost.memory.chunk import (
+    ChunkMemory,
+    LayerKind,
+    MemoryPoint,
+    TensorLifetime,
+    activation,
+    buffer,
+    fullest,
+    walk,
+)
+from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uses_fused_blocks
+
+
+class LayerEvent(IntEnum):
+    """Backward of one layer: of a fused block, of its input gradients alone, of a compiled block, or operator by operator."""
+
+    FUSED_GATE = 0
+    FUSED_DOWN_WEIGHT = auto()
+    FUSED_NORM = auto()
+    FUSED_UP_WEIGHTS = auto()
+    INPUT_GRADS_GATE = auto()
+    INPUT_GRADS_NORM = auto()
+    INPUT_GRADS_OUT = auto()
+    INPUT_GRADS_ATTENTION = auto()
+    COMPILED = auto()
+    COMBINE = auto()
+    DOWN_MATMUL = auto()
+    GATE = auto()
+    EXPERT_ROWS = auto()
+    UP_MATMUL = auto()
+    INPUT_SUM = auto()
+    GATE_MATMUL = auto()
+    MLP_NORM = auto()
+    ATTENTION = auto()
+    ATTENTION_NORM = auto()
+    REDUCE_SCATTER = auto()
+    END = auto()
+
+
+class LayerSegment(IntEnum):
+    """Parts of a layer's backward, within which nothing beside the layer is allocated or freed."""
+
+    MLP = 0
+    ATTENTION = auto()
+    REDUCE_SCATTER = auto()
+    END = auto()
+
+
+_SEGMENT_STARTS = (LayerEvent.FUSED_GATE, LayerEvent.ATTENTION, LayerEvent.REDUCE_SCATTER, LayerEvent.END)  # where each begins
+
+
+# Events at which tensors that a layer saved are freed: in a whole backward, and in a split one, which keeps matmul inputs for
+# the weight gradients. What is not named here is freed when the layer's backward ends.
+_FREED: dict[str, tuple[LayerEvent, LayerEvent]] = {
+    "expert output": (LayerEvent.DOWN_MATMUL, LayerEvent.DOWN_MATMUL),
+    "mlp activation": (LayerEvent.GATE, LayerEvent.END),
+    "expert activation": (LayerEvent.GATE, LayerEvent.END),
+    "mlp matmuls": (LayerEvent.EXPERT_ROWS, LayerEvent.EXPERT_ROWS),
+    "expert matmuls": (LayerEvent.EXPERT_ROWS, LayerEvent.EXPERT_ROWS),
+    "mlp input": (LayerEvent.MLP_NORM, LayerEvent.END),
+    "expert input": (LayerEvent.MLP_NORM, LayerEvent.END),
+    "router": (LayerEvent.ATTENTION, LayerEvent.END),
+    "shared expert": (LayerEvent.ATTENTION, LayerEvent.END),
+    "shared output": (LayerEvent.ATTENTION, LayerEvent.END),
+    "mlp norm": (LayerEvent.ATTENTION, LayerEvent.ATTENTION),
+}
+
+
+def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryPoint:
+    """The peak of the chunk's layers in backward, on top of what is in flight; `split`: of the input gradients alone."""
+    rows = len(chunk.columns)
+    deferring = chunk.columns.split_backward & split & (chunk.job.adapter_rank is None)
+    found = nothing = MemoryPoint.nothing(rows)
+    attentions = sorted({chunk.job.model.is_linear(layer) for layer in range(chunk.job.model.layers)})
+    for kind, linear in product(chunk.layers, attentions):
+        happens = _layer_events(chunk, kind.moe, deferring)
+        wide, *narrow = (
+            walk(
+                _layer_tensors(chunk, kind.saved, kind.moe, linear, deferring, in_fp8), LayerEvent.END, rows, deferring
+            ).peaks_of_segments(_SEGMENT_STARTS, happens)
+            for in_fp8 in ((False, True) if chunk.job.precision == "fp8" else (False,))
+        )
+        for done in _layers_done(chunk, kind, linear):
+            parts = where(chunk.is_fp8_layer(done), narrow[0], wide) if narrow else wide
+            beside = walk(_beside_layer(chunk, kind, linear, gradients, done, deferring), LayerSegment.END, rows)
+            there = (kind.done <= done) & (done < kind.done + kind.count)
+            found = fullest(found, where(there, (parts + beside).peak(), nothing))
+    return found
+
+
+def _layers_done(chunk: ChunkMemory, kind: LayerKind, linear: bool) -> list[Array]:
+    """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
+    the second, the last but one, or the last; or the nearest that has linear attention, or has not.
+
+    Where parameters are freed with all that a layer saved, no later than the second.
+    """
+    own = kind.count
+    most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
+    found = [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    if chunk.job.model.linear_layers:
+        alike = np.flatnonzero(np.diff(chunk.linear_in_last) == linear)
+        last = len(alike) - 1
+        after = [alike[np.minimum(np.searchsorted(alike, done), last)] for done in found[:2]]
+        before = [alike[np.maximum(np.searchsorted(alike, done, side="right") - 1, 0)] for done in found[2:]]
+        found = [np.where(chunk.has_whole_periods, near, done) for near, done in zip((*after, *before), found, strict=True)]
+    return list({done.tobytes(): done for done in found}.values())  # chunks of few layers: two alike
+
+
+def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
+    """In which rows an event happens, for those that do not in all."""
+    job, columns, event = chunk.job, chunk.columns, LayerEvent
+    fused = uses_fused_blocks(job, columns) & (not moe)
+    whole = states.compiled(job, columns) | fused
+    eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
+    return {
+        **dict.fromkeys(range(event.FUSED_GATE, event.INPUT_GRADS_GATE), fused & ~split),
+        **dict.fromkeys(range(event.INPUT_GRADS_GATE, event.COMPILED), fused & split),
+        event.COMPILED: whole & ~fused,
+        event.COMBINE: eager & moe,
+        event.DOWN_MATMUL: eager,
+        event.GATE: eager,
+        event.EXPERT_ROWS: eager & moe,
+        event.UP_MATMUL: eager,
+        event.INPUT_SUM: eager & (columns.tp > 1) & (not moe),
+        event.GATE_MATMUL: eager & job.model.gated,
+        event.MLP_NORM: eager & rmsnorm,
+        event.ATTENTION: eager,
+        event.ATTENTION_NORM: eager & split & rmsnorm,
+        event.REDUCE_SCATTER: chunk.holds_fresh_gradients & ~split,
+    }
+
+
+def _layer_tensors(
+    chunk: ChunkMemory, layer: LayerActivations, moe: bool, linear: bool, split: Array, in_fp8: bool
+) -> Iterator[TensorLifetime]:
+    """`linear`: with linear attention; `in_fp8`: of a fused block."""
+    if chunk.job.framework.fused_blocks:
+        yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        if not moe and in_fp8:
+            yield from _fused_fp8_layer(chunk, layer)
+            yield from _fused_fp8_layer_input_grads(chunk, layer)
+        elif not moe:
+            yield from _fused_layer(chunk, layer)
+            yield from _fused_layer_input_grads(chunk, layer)
+    yield from _saved(chunk, layer, moe)
+    yield from _mlp_backward(chunk, layer, moe)
+    yield from _mlp_weight_gradients(chunk, moe, split)
+    yield from _norm_and_attention_backward(chunk, moe, linear, split)
+    yield from _layer_reduce_scatter(chunk, moe)
+
+
+def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """A fused block's MLP is one autograd function: its inputs are live until it returns, its weight gradients are returned
+    together. Nothing is recomputed; GEMMs of weights that ZeRO gathered one by one copy them together.
+    """
+    event, residual, wide = LayerEvent, chunk.residual, layer.modules["mlp activation"]
+    weight, end = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE
+    again = layer.modules["mlp matmuls"] - layer.kept["mlp matmuls"]
+    yield activation("saved for backward", layer.fused - again, event.FUSED_GATE, end)
+    yield activation("outputs of gate and up, recomputed", again, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("residual gradient", residual, event.FUSED_GATE, end)
+    yield activation("gradients of gate and up", 2 * wide, event.FUSED_GATE, end)
+    yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("activation, computed again", wide, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, end)
+    yield activation("norm's output, computed again", residual, event.FUSED_NORM, end)
+    yield activation("gradient of the norm's input", residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    # Where tp cuts the block: gathered for GEMMs, and what they yield until it is scattered.
+    yield activation("gathered gradient", chunk.gathered_sequence, event.FUSED_GATE, event.FUSED_NORM)
+    being_gathered = np.where(chunk.columns.tp > 1, residual, 0.0)
+    yield activation("norm's output, computed before it is gathered", being_gathered, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("gathered output of the norm", chunk.gathered_sequence, event.FUSED_GATE, end)
+    yield activation("input gradient to scatter", chunk.gathered_sequence, event.FUSED_NORM, end)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
+    copies = np.where(chunk.holds_fresh_gradients & ~chunk.gathers_joined, 2 * weight, 0.0)
+    yield buffer("gate and up weights, copied together", copies, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, end)
+
+
+def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """The same where weight gradients are deferred: their operands stay, sequences in slices as backward had them."""
+    event, residual, wide, gathered = LayerEvent, chunk.residual, layer.modules["mlp activation"], chunk.gathered_sequence
+    gate, norm, out, attention, end = (LayerEvent(number) for number in range(event.INPUT_GRADS_GATE, event.COMBINE))
+    by_mlp = layer.modules["mlp matmuls"] + layer.modules["mlp norm"]
+    yield activation("saved for the MLP's backward", by_mlp, gate, attention)
+    yield activation("saved for attention's backward", layer.fused - by_mlp, gate, end)
+    yield activation("output gradient of the MLP", residual, gate, end)
+    yield activation("activation, computed again", wide, gate, end)
+    yield activation("gradients of gate and up", 2 * wide, gate, end)
+    yield activation("gradient of the activation", wide, gate, norm)
+    yield activation("gathered output gradient", gathered, gate, norm)
+    yield activation("gradient of the norm's output", residual + gathered, norm, out)
+    normed = np.where(gathered > 0, 0.0, 2 * residual)
+    yield activation("norm's output and gradient of its input", normed, norm, out)
+    yield activation("norm's output and gradient of its input", 2 * residual, out, end)
+    yield activation("gathered output gradient of attention", gathered, out, attention)
+    yield activation("gradient of attention's output", layer.modules["attention output"], out, attention)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    # Freed before the input gradient is scattered, or the norm's backward allocates.
+    after = np.where(gathered > 0, residual, normed)
+    copied = chunk.sharded & ~chunk.gathers_joined
+    copies = np.where(copied, np.maximum(0.0, 2 * chunk.mlp_weight_gradient[False] - after), 0.0)
+    yield buffer("gate and up weights, copied together", copies, norm, out)
+
+
+def _fused_fp8_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """As `_fused_layer`, of a block in fp8: operands of GEMMs are cast, those of weight gradients transposed. Rows that are
+    gathered are transposed when all are there.
+    """
+    event, residual, wide, b = LayerEvent, chunk.residual, layer.modules["mlp activation"], compute_bytes(chunk.job)
+    weight, end, gathered = chunk.mlp_weight_gradient[False], event.INPUT_GRADS_GATE, chunk.gathered_sequence
+    cut = chunk.columns.tp > 1
+    whole = np.where(cut, chunk.full_sequence, 0.0)
+    again = layer.modules["mlp matmuls"] - layer.kept["mlp matmuls"]
+    yield activation("saved for backward", layer.fused - again, event.FUSED_GATE, end)
+    yield activation("outputs of gate and up, recomputed", again, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("residual gradient", residual, event.FUSED_GATE, end)
+    yield activation("gradients of gate and up", 2 * wide / b, event.FUSED_GATE, event.FUSED_UP_WEIGHTS)
+    yield activation("gradients of gate and up, transposed", 2 * wide / b, event.FUSED_GATE, end)
+    yield activation("gradient of the activation", wide, event.FUSED_GATE, event.FUSED_DOWN_WEIGHT)
+    yield activation("activation, computed again", wide / b, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("output gradient", np.where(cut, whole, residual) / b, event.FUSED_GATE, event.FUSED_NORM)
+    yield activation("output gradient, transposed", whole / b, event.FUSED_DOWN_WEIGHT, event.FUSED_NORM)
+    slice_ = np.where(gathered > 0, residual / b, 0.0)
+    yield activation("norm's output, being gathered", slice_, event.FUSED_GATE, event.FUSED_UP_WEIGHTS)
+    yield activation("output of the norm", whole / b, event.FUSED_GATE, end)
+    yield activation("input gradient to scatter", gathered, event.FUSED_NORM, end)
+    yield activation("gradient of the norm's output", residual, event.FUSED_NORM, end)
+    yield activation("norm's output, transposed", np.where(cut, 0.0, residual / b), event.FUSED_UP_WEIGHTS, end)
+    yield buffer("weight gradient of down", weight, event.FUSED_DOWN_WEIGHT, end)
+    yield from _fp8_gate_up(chunk, gathered + residual, event.FUSED_NORM, event.FUSED_UP_WEIGHTS)
+    yield buffer("weight gradients of gate and up", 2 * weight, event.FUSED_UP_WEIGHTS, end)
+
+
+def _fp8_gate_up(chunk: ChunkMemory, after: Array, start: LayerEvent, end: LayerEvent) -> Iterator[TensorLifetime]:
+    """The weights of gate and up, cast and transposed, and where ZeRO gathered them one by one their joint copy, freed before
+    what comes `after` is allocated; in ZeRO-3 they were gathered in fp8.
+    """
+    matrix, b = chunk.mlp_weight_gradient[False], compute_bytes(chunk.job)
+    yield buffer("gate and up weights, transposed", 2 * matrix / b, start, end)
+    copies = 2 * matrix / np.where(chunk.columns.zero == 3, b, 1)
+    yield buffer(
+        "gate and up weights, copied together", np.where(chunk.sharded, np.maximum(0.0, copies - after), 0.0), start, end
+    )
+
+
+def _fused_fp8_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
+    """The same where weight gradients are deferred: their operands stay in fp8."""
+    event, residual, wide, gathered = LayerEvent, chunk.residual, layer.modules["mlp activation"], chunk.gathered_sequence
+    gate, norm, out, attention, end = (LayerEvent(number) for number in range(event.INPUT_GRADS_GATE, event.COMBINE))
+    b, attended = compute_bytes(chunk.job), layer.modules["attention output"]
+    by_mlp = layer.modules["mlp matmuls"] + layer.modules["mlp norm"]
+    yield activation("saved for the MLP's backward", by_mlp, gate, attention)
+    yield activation("saved for attention's backward", layer.fused - by_mlp, gate, end)
+    yield activation("output gradient of the MLP", residual, gate, attention)
+    yield activation("output gradient of the MLP, in fp8", residual / b, gate, end)
+    yield activation("activation, computed again", wide / b, gate, end)
+    yield activation("gradients of gate and up", 2 * wide / b, gate, out)
+    yield activation("gradients of gate and up, transposed", 2 * wide / b, gate, end)
+    yield activation("gradient of the activation", wide, gate, norm)
+    cut = chunk.columns.tp > 1
+    yield activation("norm's output, computed early", np.where(cut, residual / b, 0.0), gate, out)
+    yield activation("gradient of the norm's output", residual + gathered, norm, out)
+    yield activation("norm's output", residual / b, out, end)
+    yield activation("gradient of the norm's input", residual, out, end)
+    yield activation("output gradient of attention, in fp8", residual / b, out, end)
+    yield activation("the same, gathered or transposed", np.where(cut, gathered, residual) / b, out, attention)
+    yield activation("gradient of attention's output", attended, out, attention)
+    yield activation("attention's output, transposed", attended / b, out, end)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    yield from _fp8_gate_up(chunk, residual + gathered, norm, out)
+
+
+def _saved(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
+    """Tensors saved for backward, recomputed ones included."""
+    event = LayerEvent
+    for name, size in layer.modules.items():
+        freed, freed_if_split = _FREED.get(name, (event.REDUCE_SCATTER, event.END))
+        if moe and name == "mlp input":  # the router's copy serves no matmul whose weight gradient is deferred
+            yield activation("router input in fp32", chunk.router_input, event.COMBINE, freed)
+            size = size - chunk.router_input
+        yield activation(name, size, event.COMBINE, freed, freed_if_split)
+
+
+def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Iterator[TensorLifetime]:
+    """Gradients of activations. A gate writes its activation once more. Matmuls of one input add to its gradient in turns."""
+    event, gated = LayerEvent, chunk.job.model.gated
+    wide = layer.modules["expert activation" if moe else "mlp activation"]
+    rows = layer.modules["expert input"] if moe else chunk.full_sequence
+    gathered = chunk.gathered_sequence
+    yield activation("residual gradient", chunk.residual, event.COMBINE, event.END)
+    if moe:
+        out = layer.modules["expert output"]
+        kept = event.DOWN_MATMUL if chunk.routed_only(moe) else event.END  # for the weights of a shared expert
+        yield activation("gathered output gradient", gathered, event.COMBINE, event.DOWN_MATMUL, kept)
+        yield activation("gradient of weighted expert output", out, event.COMBINE, event.DOWN_MATMUL)
+        yield activation("gradient of expert output", out, event.COMBINE, event.GATE, event.END)
+        yield activation("input gradients of each expert", rows, event.EXPERT_ROWS, event.UP_MATMUL)
+    else:
+        yield activation("gathered output gradient", gathered, event.DOWN_MATMUL, event.GATE, event.END)
+        yield activation("gathered input", gathered, event.UP_MATMUL, event.MLP_NORM, event.UP_MATMUL)
+    yield activation("gradient of the activation", wide, event.DOWN_MATMUL, event.EXPERT_ROWS)
+    yield activation("gradient of up", wide, event.GATE, event.GATE_MATMUL, event.END)
+    yield activation("input gradient", rows, event.EXPERT_ROWS, event.MLP_NORM)
+    yield activation("scattered input gradient", chunk.residual, event.INPUT_SUM, event.GATE_MATMUL)
+    if gated:
+        yield activation("activation, computed again", wide, event.GATE, event.EXPERT_ROWS)
+        yield activation("gradient of gate", wide, event.GATE, event.MLP_NORM, event.END)
+        yield activation("input gradient through up", rows, event.EXPERT_ROWS, event.INPUT_SUM)
+        yield activation("input gradient through gate", rows, event.GATE_MATMUL, event.MLP_NORM)
+
+
+def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterator[TensorLifetime]:
+    """Fresh weight gradients, which FSDP holds until its group's backward ends, and views of experts until the last is there.
+
+    Experts' are stacked from those of each.
+    """
+    event, gated = LayerEvent, chunk.job.model.gated
+    fresh = np.where(split, 0.0, chunk.mlp_weight_gradient[moe])
+    kept = np.where(chunk.holds_fresh_gradients | (moe and chunk.uses_expert_views), fresh, 0.0)
+    own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
+    until_end = np.where(chunk.holds_fresh_gradients & ~own_group, fresh, 0.0)
+    stacked = (2 if moe else 1) * fresh
+    yield buffer("weight gradient of down", stacked, event.DOWN_MATMUL, event.GATE)
+    yield buffer("weight gradient of down, held", kept, event.GATE, event.MLP_NORM)
+    yield buffer("weight gradient of up", fresh, event.UP_MATMUL, event.GATE_MATMUL)
+    yield buffer("weight gradient of up, held", kept, event.GATE_MATMUL, event.MLP_NORM)
+    if gated:
+        yield buffer("weight gradient of gate, with up's", fresh, event.INPUT_SUM, event.GATE_MATMUL)
+        yield buffer("weight gradient of gate", stacked, event.GATE_MATMUL, event.MLP_NORM)
+    yield buffer("MLP's weight gradients, held", (2 + gated) * until_end, event.MLP_NORM, event.ATTENTION_NORM)
+
+
+def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, linear: bool, split: Array) -> Iterator[TensorLifetime]:
+    event, residual = LayerEvent, chunk.residual
+    workspace = chunk.norm_workspace(residual)
+    for norm, end in ((event.MLP_NORM, event.ATTENTION), (event.ATTENTION_NORM, event.REDUCE_SCATTER)):
+        yield activation("gradient of the norm's output", residual, norm, end)
+        yield activation("norm in fp32", workspace, norm, end)
+    gradients = _delta_rule_gradients(chunk) if linear else _attention_gradients(chunk)
+    if share := chunk.job.model.linear_share(moe):  # what is saved is a mean of both kinds
+        more = sum(linear_attention(chunk.job, chunk.columns).values()) - sum(attention(chunk.job, chunk.columns).values())
+        yield activation("beyond the mean", (linear - share) * np.asarray(more), event.COMBINE, event.ATTENTION_NORM)
+    yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
+    # Deferred weight gradients keep what the last matmuls of attention and MLP were given: gathered, or the residual's
+    # gradient as it was then. Attention's takes the place of the MLP norm's input.
+    of_attention = np.where(split, chunk.gathered_sequence, 0.0)
+    yield activation("gathered output gradient of attention", of_attention, event.ATTENTION_NORM, event.END)
+    of_mlp = np.where(split & (chunk.columns.sequence_cut == 1) & (not chunk.routed_only(moe)), residual, 0.0)
+    yield activation("output gradient of the MLP", of_mlp, event.ATTENTION, event.END)
+
+
+def _attention_gradients(chunk: ChunkMemory) -> Array:
+    """Gradients of the output, of queries, and of keys and values as the kernel writes them: one for every head of queries, and
+    where heads share keys it reads copies of these. All-gathered keys and values are live beside gradients as long.
+    """
+    model, columns, b = chunk.job.model, chunk.columns, compute_bytes(chunk.job)
+    tokens = columns.tokens(chunk.job.seq)
+    query = b * tokens * model.q_dim / columns.tp
+    key = b * tokens * model.kv_dim / np.minimum(columns.tp, model.kv_heads)
+    copies = np.where(query > key, 2 * query, 0.0)
+
+    def ring(query_share: float) -> Array:
+        """One block of keys and values with the queries that see it: dq is summed in fp32; dk and dv of the rank's own keys and
+        the sums for others are live, and while blocks are exchanged each one sent and received.
+        """
+        blocks = 2 * (2 + 2 * (columns.cp > 2) + (columns.cp > 3))  # own gradients, keys at work; sums twice; next keys
+        return np.asarray((1 + FP32 / b + 2 + query_share) * query + copies + (blocks + (copies > 0)) * key)
+
+    plain = (4 + model.attention_gate) * query + copies
+    by_variant = {
+        "allgather": np.maximum(2 * query + 4 * key + 4 * columns.cp * key, plain + 2 * columns.cp * key),
+        "ring": ring(1.0),
+        "zigzag": ring(0.5),
+        "ulysses": 5 * query + np.where(query > key * columns.key_copies(model.kv_heads), 2 * query, 0.0),
+    }
+    found = plain
+    for variant, size in by_variant.items():
+        found = np.where((columns.cp > 1) & columns.is_("context_parallel", variant), size, found)
+    # The norm of queries is computed in fp32 when the kernel's own gradients are freed.
+    return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
+
+
+def _delta_rule_gradients(chunk: ChunkMemory) -> Array:
+    """A gated delta rule's backward beyond what its layer saved: it computes the rule again in fp32, with scores and states of
+    all chunks of tokens. What the output's norm and gate saved is freed by then, and the gate's gradient is there.
+    """
+    model, tokens = chunk.job.model, chunk.columns.tokens(chunk.job.seq)
+    linear = model.linear_attention
+    assert linear is not None
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    chunks = -(-chunk.job.seq // DELTA_CHUNK)
+    state = keys * values / DELTA_CHUNK
+    # All states and the outputs of chunks, before backward's first chunk; or gradients of scores, in its last.
+    last = DELTA_CHUNK + (8 * keys + 2 * values + 4 * state) / chunks
+    each = 8 * keys + 4 * values + 6 * DELTA_CHUNK + 6 + np.maximum(values + state * (1 + 1 / chunks), last)
+    if compute_bytes(chunk.job) < FP32:  # copies of what was saved
+        each = each + 2 * keys * linear.key_heads / linear.value_heads + values / 2
+    padded = tokens / chunk.job.seq * chunks * DELTA_CHUNK
+    found = FP32 * linear.value_heads / chunk.columns.tp * padded * each
+    saved = linear_attention(chunk.job, chunk.columns)["gated output"]
+    return np.asarray(found + compute_bytes(chunk.job) * tokens * linear.value_dim / chunk.columns.tp - saved)
+
+
+def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifetime]:
+    """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
+    comes after deferred weight gradients; before these they are cast one by one.
+    """
+    at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.rank_params.block
+    late = chunk.columns.split_backward
+    copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
+    output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
+    fresh = np.where(copied & late & (not moe), chunk.mlp_weight_gradient[False], chunk.trained * b * block)
+    yield buffer("layer's weight gradients", fresh, at, LayerEvent.END)
+    yield buffer("reduce-scatter input", np.where(copied, chunk.trained * g * block, 0.0), at, LayerEvent.END)
+    yield buffer("reduce-scatter output", output, at, LayerEvent.END)
+
+
+def _beside_layer(
+    chunk: ChunkMemory, kind: LayerKind, linear: bool, gradients: Array, done: Array, split: Array
+) -> Iterator[TensorLifetime]:
+    """Live beside a layer in backward when `done` layers of the chunk are through.
+
+    What is in flight was counted for the whole chunk, this layer included: saved tensors of layers that are done are freed.
+    A split backward frees none, but only layers that are done have what is counted for their deferred weight gradients.
+    """
+    start, scatter, end = LayerSegment.MLP, LayerSegment.REDUCE_SCATTER, LayerSegment.END
+    params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
+    b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
+    freed = np.where(split, chunk.deferred - chunk.deferred_when_done(done), chunk.saved_when_done(done))
+    this = kind.saved.total
+    if share := chunk.job.model.linear_share(kind.moe):
+        this = this + np.where(chunk.has_whole_periods, linear - share, 0.0) * kind.saved.linear_extra
+    yield activation("of what is in flight: this layer, and those done", -this - freed, start, end)
+    # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
+    # weight gradient of that layer may need it anyway, unless it was gathered.
+    gathered = (columns.sequence_cut > 1) & ~uses_fused_blocks(chunk.job, columns)
+    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(kind.moe))
+    yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
+    separate = np.where(received & (done == 0), chunk.residual, 0.0)
+    yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
+    # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
+    blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
+    both = chunk.unsharded(chunk.tied_group + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
+    next_one = chunk.tied_group + blocks + (params.layer - 2 * params.block)
+    prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
+    yield buffer("unsharded parameters", both, start, scatter)
+    yield buffer("unsharded parameters", prefetched, scatter, end)
+    through = share_done * (chunk.own.total - chunk.own.ends) + np.where(late, 0.0, chunk.head_group)
+    frees = chunk.frees_gathered
+    yield TensorLifetime("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
+    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * params.block, 0.0), scatter, end)
+    yield buffer("gradient sent to the previous stage", chunk.sent_gradient, start, end)
+    yield buffer("head's weight gradient", chunk.head_gradient, start, end)
+    # FSDP frees the input of a reduce-scatter when the next one begins.
+    others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
+    yield buffer("reduce-scatter inputs of other chunks", others, start, end)
+    last_layer = np.where(chunk.reduce_scatters, chunk.trained * g * params.block, 0.0)
+    of_head = np.where(chunk.reduce_scatters, chunk.trained * g * chunk.head_group, 0.0)
+    before = np.where(~late & (chunk.head_group > 0), of_head, chunk.reduce_scatter_input)
+    last = np.where(late | (done == 0), before, last_layer)
+    yield buffer("last reduce-scatter input", last, start, scatter)
+    yield buffer("last reduce-scatter input", np.where(late, last, 0.0), scatter, end)
+    # A whole backward of a chunk whose others are split reduce-scatters all its gradients at its end, as theirs do.
+    all_at_end = late & ~split & chunk.reduce_scatters
+    whole = np.where(all_at_end, chunk.trained * g * through, np.where(late, 0.0, chunk.first_gradients(through)))
+    yield buffer("gradients of layers done", whole, start, end)
+    accumulated = gradients * (share_done * (1 - params.ends / params.total) + chunk.head_group / params.total)
+    yield TensorLifetime("gradients", "gradients", np.where(chunk.single_backward, accumulated, gradients), start, end)
