@@ -72,7 +72,7 @@ FLAGS: list[tuple[list[str], list[str]]] = [
     # names of models
     (flags(model="lama-3-8b"), ["model 'lama-3-8b'", "did you mean 'llama-3-8b'"]),
     (flags(model="meta-llama/Llama-3-8B"), ["did you mean 'llama-3-8b'"]),
-    (flags(model=""), ["model ''", "known: deepseek-v2"]),
+    (flags(model=""), ["model ''", "list presets with `ultrascale presets`"]),
     (flags(model="/none/config.json"), ["model file /none/config.json does not exist", "llama-3-8b"]),
     (flags(model="."), ["model folder . has no config.json"]),
     (flags(model="gpt2", seq="2048"), ["job.seq is 2048", "gpt2 has 1024 learned positions: try 1024"]),

@@ -38,6 +38,7 @@ _NAMES = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
     "_ALLGATHER_BASE": "all_gather",
+    "ALLGATHER_COALESCED": "all_gather",
     "REDUCE_SCATTER": "reduce_scatter",
     "_REDUCE_SCATTER_BASE": "reduce_scatter",
     "ALLTOALL": "all_to_all",
