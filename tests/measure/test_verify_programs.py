@@ -143,10 +143,11 @@ def test_an_invalid_program_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stale_gradients_after_an_evaluation_are_found_and_minimized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The mistake that ZeRO had: after an evaluation the module's parameters are gathered, and the shards kept gradients."""
+    """The mistake that ZeRO had: after an evaluation, whose forwards no backward has followed, the shards kept gradients."""
 
     def begin(self: FSDPGrads) -> None:
-        for parameter in self.module.parameters():
+        evaluated = bool(torch_private._post_forward_order(self.module))
+        for parameter in () if evaluated else (*self.shards(), *self.unsharded()):
             parameter.grad = None
         torch_private.fsdp_begin_step(self.module)
 
