@@ -32,7 +32,7 @@ from step import MBS, SEQ, machine
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.launch import local
 from ultrascale.measure.foreign.data_stub import stub_data_pipeline
-from ultrascale.measure.rehearse_world import single_rank_world, unconnected_groups, without_values
+from ultrascale.measure.rehearse_world import ConstantBatches, single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.hf_config import config_of
@@ -125,11 +125,12 @@ class RankWork:
         return MODELS[self.model].model_copy(update={"layers": self.layers, "max_positions": None})
 
 
-class RandomBatches:
+class RandomBatches(ConstantBatches):
     def __init__(self, seq: int, vocab: int) -> None:
-        self.seq, self.vocab, self.generator = seq, vocab, torch.Generator().manual_seed(0)
+        super().__init__(seq)
+        self.vocab, self.generator = vocab, torch.Generator().manual_seed(0)
 
-    def train(self, _: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def train(self, step: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, self.vocab, (len(rows), self.seq + 1), generator=self.generator)
         return tokens[:, :-1], tokens[:, 1:]
 
