@@ -1,4 +1,4 @@
-"""Times the gated delta rule on a GPU, forward and backward, in bf16 with fp32 inside: python benchmarks/gpu/delta_rule.py"""
+"""Times the gated delta rule on a GPU in bf16, by operators of torch and by our kernels: python benchmarks/gpu/delta_rule.py"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from ultrascale.kernels.delta_rule import DeltaRuleKernels
 from ultrascale.model.linear_attention import gated_delta_rule, recomputed
 
 SHAPES = (  # sequences, tokens, key heads, value heads, width of each
@@ -34,17 +35,21 @@ def milliseconds(work: Callable[[], object], rounds: int = 4) -> float:
 
 def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("sequences  tokens  key heads  value heads  width  forward ms  backward ms")
+    print(
+        "sequences  tokens  key heads  value heads  width |  operators: forward, backward ms |    kernels: forward, backward ms"
+    )
+    rules = partial(recomputed, gated_delta_rule), DeltaRuleKernels.apply
     for batch, tokens, key_heads, heads, width in SHAPES:
         counts = key_heads, key_heads, heads
         q, k, v = (torch.randn(batch, tokens, count, width, device="cuda", dtype=torch.bfloat16) for count in counts)
         decay, step = (torch.rand(batch, tokens, heads, device="cuda") for _ in range(2))
         inputs = [one.requires_grad_() for one in (q, k, v, -decay, step)]
-        work = partial(recomputed, gated_delta_rule, *inputs)
-        out = work()
-        backward = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
-        times = milliseconds(work), milliseconds(backward)
-        print(f"{batch:9d} {tokens:7d} {key_heads:10d} {heads:12d} {width:6d} {times[0]:11.1f} {times[1]:12.1f}", flush=True)
+        line = f"{batch:9d} {tokens:7d} {key_heads:10d} {heads:12d} {width:6d}"
+        for rule in rules:
+            out = rule(*inputs)
+            backward = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+            line += f" | {milliseconds(partial(rule, *inputs)):21.2f} {milliseconds(backward):12.2f}"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,15 @@ from ultrascale.train.build import build_engine
 from ultrascale.train.data import Batches
 
 COLD, WARM_UP = 2, 4  # steps: compilation, states, the allocator's first blocks; a CUDA graph's capture in the fifth
-# Beside those of step.py: shapes of Llama 3, and of a layer of 128 experts.
+# Beside those of step.py: shapes of Llama 3, of layers of 128 experts, and of linear attention with 512.
 MODELS.update(
     (name, Model.load(preset))
-    for name, preset in {"8b": "llama-3-8b", "70b": "llama-3-70b", "qwen3-30b-a3b": "qwen3-30b-a3b"}.items()
+    for name, preset in {
+        "8b": "llama-3-8b",
+        "70b": "llama-3-70b",
+        "qwen3-30b-a3b": "qwen3-30b-a3b",
+        "qwen3-next": "qwen3-next-80b-a3b",
+    }.items()
 )
 
 
@@ -113,7 +118,8 @@ class RankWork:
 
     @property
     def name(self) -> str:
-        return "ultrascale" + (f" fp8, keep {self.fp8_keep}" if self.precision == "fp8" else "")
+        kernels = "" if self.kernels == "fused" else f" {self.kernels}"
+        return f"ultrascale{kernels}" + (f" fp8, keep {self.fp8_keep}" if self.precision == "fp8" else "")
 
     @property
     def tokens(self) -> int:
@@ -303,6 +309,9 @@ def main() -> None:
     parser.add_argument("--recompute-layers", type=int, help="ours: of each stage, its first layers that recompute")
     parser.add_argument("--tp-chunks", type=int, default=1, help="ours: train.tp_chunks")
     parser.add_argument("--graphs", choices=get_args(Graphs), default="auto", help="ours: train.graphs")
+    parser.add_argument(
+        "--kernels", choices=get_args(Kernels), nargs="+", default=["fused"], help="ours, in bf16: train.kernels"
+    )
     parser.add_argument("--precision", choices=("bf16", "fp8"), nargs="+", default=["bf16"], help="ours: each takes its turn")
     parser.add_argument(
         "--fp8-keep", choices=get_args(Fp8Keep), nargs="+", default=["ends"], help="ours: what fp8 leaves in bf16"
@@ -332,7 +341,7 @@ def main() -> None:
     work = RankWork(
         options.model, layers, seq, options.steps, layout, options.tp_chunks, options.graphs, adapters=options.adapters
     )
-    works = [work] if "bf16" in options.precision else []
+    works = [replace(work, kernels=kernels) for kernels in options.kernels] if "bf16" in options.precision else []
     if "fp8" in options.precision:
         works += [replace(work, precision="fp8", fp8_keep=keep) for keep in options.fp8_keep]
     contestants = [*([(options.beside, work)] if options.beside else []), *((one.name, one) for one in works)]

@@ -18,9 +18,11 @@ from ultrascale.cost.kernels import (
     attention_passes,
     gemm_surfaces,
     gemm_time_s,
+    linear_attention_passes,
     load_surface,
     outside_range,
 )
+from ultrascale.specs.blocks import LinearAttention
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
@@ -216,3 +218,31 @@ def test_attention_takes_the_mean_of_layers_with_and_without_a_window(cluster: s
     mixed = forward_s(sliding_window=1024, attention_pattern=("local",) * 5 + ("full",))
     assert local < full / 2
     assert mixed == pytest.approx((5 * local + full) / 6)
+
+
+@pytest.mark.parametrize(
+    ("mbs", "seq", "heads", "forward_ms", "backward_ms"),
+    [(8, 4096, 32, 3.96, 10.5), (1, 8192, 32, 1.62, 3.38), (16, 1024, 32, 2.01, 5.27), (1, 16384, 8, 2.39, 3.4)],
+)
+def test_linear_attention_by_kernels_takes_as_long_as_measured(
+    mbs: int, seq: int, heads: int, forward_ms: float, backward_ms: float
+) -> None:
+    """On an H200 (docs/lab.md): few long sequences wait for their states. fp32 runs operator by operator, many times longer."""
+    linear = LinearAttention(key_heads=heads // 2, value_heads=heads, key_head_dim=128, value_head_dim=128)
+    model = Model.load("llama-3.2-1b").model_copy(
+        update={"linear_attention": linear, "attention_pattern": ("linear", "full"), "max_positions": None}
+    )
+    job = Job(
+        model=model, cluster=Cluster.load("1xh200"), seq=seq, batch_tokens=seq * mbs, framework=Framework.load("ultrascale")
+    )
+
+    def passes(job: Job) -> tuple[float, float]:
+        found = linear_attention_passes(job, LayoutColumns.of([Layout(mbs=mbs)]), ClusterRates(job))
+        return 1e3 * float(found.forward[0]), 1e3 * float(found.input_grad[0])
+
+    forward, backward = passes(job)
+    assert forward == pytest.approx(forward_ms, rel=0.03)
+    assert backward == pytest.approx(backward_ms, rel=0.06)
+    plain = passes(job.changed(precision="fp32"))
+    assert plain[0] > 5 * forward
+    assert plain[1] > 5 * backward

@@ -8,7 +8,10 @@ import pytest
 
 from parallel.harness import job_of, training_of
 from ultrascale.kernels.selection import Kernels, choose, why_not_chunked, why_not_fused
+from ultrascale.specs.cluster import Cluster
+from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
 
 ALL = Kernels(fused=True, compiled=True, loss=True, adamw=True, single_microbatch=True, cuda_graphs=True)
 
@@ -42,7 +45,25 @@ def test_one_gpu_runs_all_of_them_and_a_cpu_none() -> None:
 )
 def test_a_layout_decides(fields: dict[str, Any], off: str) -> None:
     found = choose(job_of("llama"), Layout(**fields), training_of(), "cuda")
-    assert {name for name, used in vars(found).items() if not used} == set(off.split())
+    assert {name for name, used in vars(found).items() if not used} == {"delta_rule", *off.split()}
+
+
+def test_linear_attention_has_kernels_in_bf16_and_is_compiled_with_them() -> None:
+    model = Model.load("qwen3-next-80b-a3b")
+    narrow = model.linear_attention.model_copy(update={"key_head_dim": 32}) if model.linear_attention else None
+    job = Job(model=model, cluster=Cluster.load("1xh200"), seq=4096, batch_tokens=4096)
+
+    def found(job: Job, layout: Layout, device: str = "cuda", **settings: Any) -> tuple[bool, bool]:
+        kernels = choose(job, layout, training_of(**settings), device)
+        return kernels.delta_rule, kernels.compiled
+
+    assert found(job, Layout()) == (True, True)
+    assert found(job, Layout(tp=2)) == (True, False)
+    # The plain rule is a loop, which a compiler would unroll.
+    assert found(job, Layout(), kernels="compile") == (False, False)
+    assert found(job.changed(precision="fp32"), Layout()) == (False, False)
+    assert found(job.changed(model=model.model_copy(update={"linear_attention": narrow})), Layout()) == (False, False)
+    assert found(job, Layout(), device="cpu") == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +98,7 @@ def test_unfused_blocks_are_reported(family: str, fields: dict[str, Any], word: 
 
 def test_a_document_mask_excludes_cuda_graphs_alone() -> None:
     found = choose(job_of("llama"), Layout(), training_of(document_mask=True), "cuda")
-    assert {name for name, used in vars(found).items() if not used} == {"cuda_graphs"}
+    assert {name for name, used in vars(found).items() if not used} == {"cuda_graphs", "delta_rule"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rehearse_layouts import job_and_layout, terms
+from rehearse_layouts import job_and_layout, terms, within
 
 from ultrascale.kernels import float8, float8_block, fused, loss, selection
 from ultrascale.kernels.float8_gemm import E4M3, E5M2, Float8Weight, GemmOperand
@@ -188,6 +188,16 @@ def test_chunks_of_tensor_parallelism_need_no_more_memory(fields: dict[str, Any]
     assert one.flops == whole.flops
     assert one.sent("tensor") == whole.sent("tensor")
     assert one.collectives != whole.collectives  # more of them
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2, "mbs": 4}, {"dp": 2, "zero": 3, "gas": 2, "mbs": 8}], ids=str)
+def test_linear_attention_by_kernels_has_its_law(fields: dict[str, Any]) -> None:
+    """And needs less memory than operator by operator: scores of all chunks in fp32."""
+    job, layout = job_and_layout("linear", fields, "fused")
+    for stage, term in terms(job, layout, "fused"):
+        assert within(term), (stage, term)
+    one, plain = (rehearse_rank(job, layout, 0, kernels=each) for each in ("fused", "eager"))
+    assert one.peak < 0.9 * plain.peak
 
 
 def test_which_kernels_are_rehearsed() -> None:

@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.cost import flops
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
+from ultrascale.cost.memory.states import FP32, delta_rule_kernels
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
@@ -199,8 +200,11 @@ QUERY_BLOCK = 128  # queries that one multiprocessor takes at a time
 IDLE_BLOCKS = 1.4
 # Of a gated delta rule, operator by operator, on an H200 (docs/lab.md): how often its forward reads or writes queries, keys,
 # values and outputs in fp32, and launches of both passes for each 64 tokens; backward takes three times as long on the GPU.
-# Assumed: what one kernel keeps of the peak.
-DELTA_PASSES, DELTA_LAUNCHES, DELTA_RATE = 48, (25, 90), 0.25
+DELTA_PASSES, DELTA_LAUNCHES = 48, (25, 90)
+# By our kernels, there too: what forward reaches of the peak, and of its time what all chunks need together, µs of a chunk when
+# few sequences pass their states on; the same of backward, relative to forward.
+DELTA_RATE, DELTA_PARALLEL, DELTA_CHUNK_US = 0.044, (0.57, 2.07), (8.2, 10.0)
+DELTA_BACKWARD = 2.65
 # torch's kernel on a CPU skips what the mask hides in whole blocks of so many keys.
 CPU_KEY_BLOCK = 512
 # It takes queries by 32, from rows of 192 on by 64 and of 768 on by 256: a score of the first costs 1.4 times one of the second
@@ -238,21 +242,23 @@ def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) ->
 
 
 def linear_attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
-    """Seconds of one gated delta rule on one rank: our engine computes it operator by operator in fp32, and again in backward;
-    others are taken to have a fused kernel.
+    """Seconds of one gated delta rule on one rank: by our kernels, whose speed other engines' are taken to have; where these do
+    not run, operator by operator in fp32 and again in backward.
     """
-    linear = job.model.linear_attention
+    linear, tokens = job.model.linear_attention, columns.tokens(job.seq) / columns.tp
     assert linear is not None
-    plain, tokens = job.framework.exact_memory_trace, columns.tokens(job.seq) / columns.tp
-    passes, width = (DELTA_PASSES, 4) if plain else (1, 4 if job.precision == "fp32" else 2)
-    moved = passes * width * tokens * linear.value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
-    forward = machine.stream_s(moved)
-    if plain:
-        launches = [count * machine.launch_s * job.seq / flops.DELTA_CHUNK for count in DELTA_LAUNCHES]
+    chunks = job.seq / flops.DELTA_CHUNK
+    if job.framework.exact_memory_trace and not delta_rule_kernels(job):
+        width = linear.value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
+        forward = machine.stream_s(DELTA_PASSES * FP32 * tokens * width)
+        launches = [count * machine.launch_s * chunks for count in DELTA_LAUNCHES]
         return Passes(np.maximum(forward, launches[0]), np.maximum(3 * forward, launches[1]))
-    work = flops.linear_attention_flops(job.model) * tokens
-    forward = np.maximum(forward, work / (DELTA_RATE * machine.attention_peak_flops))
-    return Passes(forward, 2 * forward)
+    forward = flops.linear_attention_flops(job.model) * tokens / (DELTA_RATE * machine.attention_peak_flops)
+    found = [
+        np.maximum(whole * forward, parallel * forward + chunks * each / 1e6)
+        for whole, parallel, each in zip((1, DELTA_BACKWARD), DELTA_PARALLEL, DELTA_CHUNK_US, strict=True)
+    ]
+    return Passes(*found)
 
 
 def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, window: int) -> Passes:

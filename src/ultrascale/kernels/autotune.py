@@ -2,7 +2,7 @@
 
 Attention: torch's backends, and FlashAttention 4 if it is installed. Gates: between the GEMMs, or in their epilogues
 (kernels/gated_gemm.py). Each is timed once for the job's shape, and the fastest is used; timings are kept on disk
-(kernels/timing_cache.py).
+(kernels/timing_cache.py). The kernels of linear attention are compared with the plain rule.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrascale.kernels import flash, gated_gemm, timing_cache
+from ultrascale.kernels.delta_rule import DeltaRuleKernels
 from ultrascale.kernels.fused import FusedBlock, GatedMLPKernel
 from ultrascale.kernels.optional_kernels import FLASH_ATTENTION_4, QUACK, one_line
 from ultrascale.kernels.selection import why_not_fused
 from ultrascale.model.attention import TileAttention
+from ultrascale.model.linear_attention import gated_delta_rule
 from ultrascale.model.self_attention import CausalAttention
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -44,6 +46,9 @@ MAX_SLOWDOWN = 1.02
 """how much slower gates within GEMMs may be: avoided memory traffic saves power, which gives the rest of a step a higher clock
 (3b on an H200: 8.55 ms either way, and a step 1 % faster)"""
 
+
+CHECKED_TOKENS, MAX_ERROR = 256, 0.02
+"""of linear attention: operands rounded to bf16 give 0.002 to 0.004 of output and gradients, wrong kernels gave 0.9"""
 
 RECALLED = " (timed by an earlier run)"
 
@@ -268,3 +273,50 @@ def _mlp_ms(
 
     graphs = {name: TimedGraph(partial(forward_and_backward, kernel), device) for name, kernel in kernels.items()}
     return in_turns_ms(graphs, ROUNDS, TURN_MS)
+
+
+@dataclass(frozen=True)
+class DeltaRuleCheck:
+    """Our kernels of linear attention beside the plain rule: Triton may compile them wrongly for a GPU, without a word."""
+
+    error: float = 0.0
+    """the largest of output and gradients, relative to their norms"""
+    failed: str = ""
+    """their own error if they do not run here"""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.failed and self.error < MAX_ERROR
+
+    def __str__(self) -> str:
+        if self.failed:
+            return f"linear attention: operator by operator; our kernels do not run here: {self.failed}"
+        found = f"their output and gradients differ from the plain rule's by {self.error:.2%}"
+        return f"linear attention: {'our kernels' if self.is_right else 'operator by operator instead of our kernels'}; {found}"
+
+
+def check_delta_rule(job: Job, layout: Layout, dtype: torch.dtype, device: torch.device) -> DeltaRuleCheck | None:
+    """A few tokens of the job's heads; None without a GPU, where a rehearsal only pretends to run the kernels."""
+    linear = job.model.linear_attention
+    if device.type != "cuda" or linear is None:
+        return None
+    heads = linear.key_heads // layout.tp, linear.value_heads // layout.tp
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(1, CHECKED_TOKENS, *shape, device=device, generator=generator)
+
+    q, k = (randn(heads[0], linear.key_head_dim).to(dtype) for _ in range(2))
+    v, grad = (randn(heads[1], linear.value_head_dim).to(dtype) for _ in range(2))
+    inputs = [one.requires_grad_() for one in (q, k, v, -randn(heads[1]).exp(), randn(heads[1]).sigmoid())]
+
+    def output_and_gradients(rule: Callable[..., Tensor]) -> Iterable[Tensor]:
+        out = rule(*inputs)
+        return (one.detach().float() for one in (out, *torch.autograd.grad(out, inputs, grad)))
+
+    try:
+        pairs = zip(output_and_gradients(DeltaRuleKernels.apply), output_and_gradients(gated_delta_rule), strict=True)
+        errors = [float((mine - plain).norm() / plain.norm()) for mine, plain in pairs]
+        return DeltaRuleCheck(max(errors) if all(error == error for error in errors) else float("inf"))
+    except Exception as error:  # of Triton's compiler or the driver: the run goes on without them
+        return DeltaRuleCheck(failed=one_line(error))

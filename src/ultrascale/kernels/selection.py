@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.cost.memory.states import fused_blocks_problem
+from ultrascale.cost.memory.states import can_compile, delta_rule_problem, fused_blocks_problem
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -24,6 +24,8 @@ class Kernels:
     """torch.compile for blocks and head that are not fused"""
     loss: bool = False
     """the loss in chunks, together with its gradients (kernels/loss.py; where tp cuts it parallel/vocab_loss.py)"""
+    delta_rule: bool = False
+    """linear attention by Triton kernels (kernels/delta_rule.py)"""
     adamw: bool = False
     """fused AdamW with split masters (kernels/adamw_triton.py, kernels/split_master.py)"""
     single_microbatch: bool = False
@@ -36,15 +38,15 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     if device != "cuda" or training.kernels == "eager":
         return Kernels()
     whole = layout.tp == layout.cp == 1 and not _splits(layout)
-    compiled = whole and job.model.linear_attention is None  # a loop over chunks, which would be unrolled
     if training.kernels == "compile":
-        return Kernels(compiled=compiled)
+        return Kernels(compiled=whole and job.model.linear_attention is None)
     adamw = job.optimizer == "adamw" and layout.offload == "none"
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,
-        compiled=compiled,
+        compiled=whole and can_compile(job),
         # fp16 must scale the loss before gradients are computed; a cap is not part of the chunked loss.
         loss=job.precision != "fp16" and job.model.logits_softcap is None,
+        delta_rule=delta_rule_problem(job) is None,
         adamw=adamw,
         # One micro-batch on one GPU: nothing is accumulated, and our AdamW reads gradients in any dtype.
         single_microbatch=adamw and layout.gpus == layout.gas == 1,

@@ -19,7 +19,7 @@ from ultrascale.cost.columns import LayoutColumns, rows_of
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
-from ultrascale.cost.memory.states import accumulates_nothing, uses_fused_blocks
+from ultrascale.cost.memory.states import accumulates_nothing, delta_rule_kernels, uses_fused_blocks
 from ultrascale.cost.operators import adapter_matmuls, layer_matmuls
 from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
@@ -339,10 +339,11 @@ def whole_gradients(job: Job, layout: Layout, stage: int) -> float:
 
 def _delta_rule_flops(job: Job, layout: Layout, layers: float, recomputed: float) -> float:
     """Of batched GEMMs in a step's micro-batch: forward, forward again within backward, its two GEMMs for each, and with
-    recomputation of whatever kind forward once more. torch's counter sees the triangular system as GEMMs in backward alone.
+    recomputation of whatever kind forward once more. torch's counter sees the triangular system as GEMMs in backward alone, and
+    nothing of our kernels.
     """
     linear = job.model.linear_attention
-    if linear is None:
+    if linear is None or delta_rule_kernels(job):
         return 0.0
     keys, values, chunk = linear.key_head_dim, linear.value_head_dim, flops.DELTA_CHUNK
     length = -(-job.seq // chunk) * chunk

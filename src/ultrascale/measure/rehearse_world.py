@@ -23,6 +23,7 @@ import ultrascale.kernels
 from ultrascale.kernels import float8, float8_block, float8_gemm, fused, loss, selection
 from ultrascale.measure import rehearse_float8 as float8_kernels
 from ultrascale.model import attention, operators, self_attention, transformer
+from ultrascale.model.linear_attention import CHUNK
 from ultrascale.model.rotary import Rope
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.mesh import Mesh, join
@@ -198,6 +199,7 @@ def as_on_a_gpu() -> Iterator[None]:
             (attention, "_expand", _few_heads),
             (attention, "_gather", _few_heads),
             (ultrascale.kernels, "adamw_triton", _ADAMW),
+            (ultrascale.kernels, "delta_rule_triton", _DELTA_RULE),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield
@@ -283,6 +285,38 @@ _ADAMW = SimpleNamespace(
     step_inputs=_nothing,
     AdamWTensors=_nothing,
     MultiTensorAdamW=lambda _: SimpleNamespace(step=_nothing, sum_of_squares=_nothing),
+)
+
+
+def _of_chunks(k: Tensor, v: Tensor, *widths: int) -> list[Tensor]:
+    """A tensor [value heads of all sequences, chunks, …] for each width, that of a chunk's tokens."""
+    chunks = -(-v.shape[1] // CHUNK)
+    return [k.new_empty(v.shape[0] * v.shape[2], chunks, CHUNK * width) for width in widths]
+
+
+def _prepare(k: Tensor, v: Tensor, _: Tensor, __: Tensor, backward: bool) -> list[Tensor]:
+    return _of_chunks(k, v, v.shape[-1], k.shape[-1], CHUNK * backward)
+
+
+def _scan_states(k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    return _of_chunks(k, v, k.shape[-1] * v.shape[-1] // CHUNK)[0]
+
+
+def _scan_back(grad: Tensor, _: Tensor, k: Tensor, *__: Tensor) -> list[Tensor]:
+    return _of_chunks(k, grad, k.shape[-1] * grad.shape[-1] // CHUNK, grad.shape[-1])
+
+
+def _delta_rule_gradients(inputs: tuple[Tensor, ...], *_: Tensor) -> list[Tensor]:
+    q, k, *others = inputs
+    return [one.new_empty(*others[0].shape[:3], one.shape[-1]) for one in (q, k)] + [torch.empty_like(one) for one in others]
+
+
+_DELTA_RULE = SimpleNamespace(
+    prepare=_prepare,
+    scan=lambda _, __, v, *___: torch.empty_like(v),
+    scan_states=_scan_states,
+    scan_back=_scan_back,
+    gradients=_delta_rule_gradients,
 )
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 CPU = torch.device("cpu")

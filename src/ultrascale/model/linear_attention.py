@@ -88,12 +88,25 @@ class GatedDeltaRule(nn.Module):
     Computed in fp32: the inverse of a chunk's triangular system loses half precision.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel: Callable[..., Tensor] | None = None
+        """in place of the plain rule, on a GPU (kernels/delta_rule.py)"""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor) -> Tensor:
-        return recomputed(gated_delta_rule, q, k, v, log_decay, step)
+        compute = _plain_rule if self.kernel is None else self.kernel
+        return compute(q, k, v, log_decay, step)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would unroll the loop over chunks
+def _plain_rule(*inputs: Tensor) -> Tensor:
+    return recomputed(gated_delta_rule, *inputs)
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`function` of these, which alone are saved: it is computed again in backward."""
+    """`function` of these, which alone are saved: it is computed again in backward. A compiler chooses what it saves itself."""
+    if torch.compiler.is_compiling():
+        return function(*inputs)
     out: Tensor = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return out
 

@@ -13,7 +13,7 @@ from ultrascale.cost import communication
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.stages import chunk_layers
-from ultrascale.kernels import autotune, compile, float8, fused, loss, selection, split_master
+from ultrascale.kernels import autotune, compile, delta_rule, float8, fused, loss, selection, split_master
 from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model import adapters
@@ -53,12 +53,15 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
     # Autotuned before the model is built, while there is free memory for it.
     attention = None if training.document_mask else autotune.fastest_attention(job, layout, dtype, device)
     mlp = autotune.fastest_mlp(job, layout, training, dtype, device)
-    autotuned = tuple(times for times in (attention, mlp) if times is not None)
+    own = selection.choose(job, layout, training, device.type)
+    rule = autotune.check_delta_rule(job, layout, dtype, device) if own.delta_rule else None
+    if rule is not None and not rule.is_right:
+        own = replace(own, delta_rule=False)
+    autotuned = tuple(found for found in (attention, mlp, rule) if found is not None)
     schedule = schedule_of(layout)
     ends = [0, *accumulate(chunk_layers(job, schedule.ranks, schedule.virtual_stages))]
     chunks, weights, routers = [], list[Weight](), dict[int, Router]()
     frozen = list[Weight]()
-    own = selection.choose(job, layout, training, device.type)
     for stage in schedule.stages_of(mesh.pp.rank):
         layers = range(ends[stage], ends[stage + 1])
         chunk, chunk_weights, chunk_routers = _chunk(job, mesh, training, schedule, stage, layers, own)
@@ -67,8 +70,9 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
         frozen += [weight for weight in chunk_weights if weight.frozen]
         routers |= chunk_routers
     modules = [chunk.gradients.module for chunk in chunks]
-    for times in autotuned:
-        times.apply(modules)
+    for times in (attention, mlp):
+        if times is not None:
+            times.apply(modules)
     scales = None
     if why_not_gathered_in_fp8(job, layout, training) is None:
         groups = [group for module in modules for group in float8.weights(module)]
@@ -114,6 +118,8 @@ def _chunk(
             fused_block.apply(module, mesh.tp, deferred, training.tp_chunks, layout.sequence_parallel)
         elif own.fused:
             fused.apply(module, deferred)
+        if own.delta_rule:
+            delta_rule.apply(module)
         if own.loss and mesh.tp.size > 1:
             vocab_loss.apply(module, mesh.tp, layout.sequence_parallel)
         elif own.loss:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ultrascale.kernels.autotune import AttentionTimes, MLPTimes
+from ultrascale.kernels.autotune import AttentionTimes, DeltaRuleCheck, MLPTimes
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
@@ -79,7 +79,7 @@ class Engine:
         frozen: list[Weight],
         routers: dict[int, Router],
         kernels: Kernels,
-        autotuned: tuple[AttentionTimes | MLPTimes, ...] = (),
+        autotuned: tuple[AttentionTimes | MLPTimes | DeltaRuleCheck, ...] = (),
     ) -> None:
         """`weights`: those that are trained. `routers`: of MoE layers, by layer index in the whole model. `autotuned`: measured
         to select kernels, on a GPU.

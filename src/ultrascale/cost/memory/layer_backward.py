@@ -27,6 +27,8 @@ from ultrascale.cost.memory.chunk import (
     walk,
 )
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uses_fused_blocks
+from ultrascale.specs.blocks import LinearAttention
+from ultrascale.specs.job import Job
 
 
 class LayerEvent(IntEnum):
@@ -154,7 +156,8 @@ def _layer_tensors(
     """`linear`: with linear attention; `in_fp8`: of a fused block."""
     if chunk.job.framework.fused_blocks:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
+        gradients = _compiled_linear_gradients(chunk, layer) if linear else layer.gradients
+        yield activation("gradients in a compiled block", gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
         if not moe and in_fp8:
             yield from _fused_fp8_layer(chunk, layer)
             yield from _fused_fp8_layer_input_grads(chunk, layer)
@@ -340,6 +343,8 @@ def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterat
     own_group = moe & (chunk.columns.ep > 1)  # experts that ep cuts are an FSDP group, whose backward ends with them
     until_end = np.where(chunk.holds_fresh_gradients & ~own_group, fresh, 0.0)
     stacked = (2 if moe else 1) * fresh
+    in_block = np.where(chunk.holds_fresh_gradients, (2 + gated) * fresh, 0.0)
+    yield buffer("MLP's weight gradients, of a compiled block", in_block, event.COMPILED, event.COMBINE)
     yield buffer("weight gradient of down", stacked, event.DOWN_MATMUL, event.GATE)
     yield buffer("weight gradient of down, held", kept, event.GATE, event.MLP_NORM)
     yield buffer("weight gradient of up", fresh, event.UP_MATMUL, event.GATE_MATMUL)
@@ -359,7 +364,7 @@ def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, linear: bool, sp
     gradients = _delta_rule_gradients(chunk) if linear else _attention_gradients(chunk)
     if share := chunk.job.model.linear_share(moe):  # what is saved is a mean of both kinds
         more = sum(linear_attention(chunk.job, chunk.columns).values()) - sum(attention(chunk.job, chunk.columns).values())
-        yield activation("beyond the mean", (linear - share) * np.asarray(more), event.COMBINE, event.ATTENTION_NORM)
+        yield activation("beyond the mean", (linear - share) * np.asarray(more), event.COMPILED, event.ATTENTION_NORM)
     yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
     # Deferred weight gradients keep what the last matmuls of attention and MLP were given: gathered, or the residual's
     # gradient as it was then. Attention's takes the place of the MLP norm's input.
@@ -400,25 +405,54 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
     return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
 
 
+def _compiled_linear_gradients(chunk: ChunkMemory, layer: LayerActivations) -> Array:
+    """The most of a compiled block with linear attention: the MLP's, or those of the delta rule and the residual, when what
+    the MLP saved is freed.
+    """
+    of_attention = {
+        "attention norm",
+        "qkv input",
+        *attention(chunk.job, chunk.columns),
+        *linear_attention(chunk.job, chunk.columns),
+    }
+    freed = sum(size for name, size in layer.modules.items() if name not in of_attention)
+    return np.maximum(layer.gradients, 2 * chunk.residual + _delta_rule_gradients(chunk) - freed)
+
+
 def _delta_rule_gradients(chunk: ChunkMemory) -> Array:
-    """A gated delta rule's backward beyond what its layer saved: it computes the rule again in fp32, with scores and states of
-    all chunks of tokens. What the output's norm and gate saved is freed by then, and the gate's gradient is there.
+    """A gated delta rule's backward beyond what its layer saved: the gate's gradient is there, and what the output's norm and
+    gate saved is freed.
     """
     model, tokens = chunk.job.model, chunk.columns.tokens(chunk.job.seq)
     linear = model.linear_attention
     assert linear is not None
-    keys, values = linear.key_head_dim, linear.value_head_dim
     chunks = -(-chunk.job.seq // DELTA_CHUNK)
-    state = keys * values / DELTA_CHUNK
+    padded = tokens / chunk.job.seq * chunks * DELTA_CHUNK
+    rule = _delta_rule_by_kernels if states.delta_rule_kernels(chunk.job) else _plain_delta_rule
+    found = linear.value_heads / chunk.columns.tp * rule(chunk.job, linear, tokens, padded)
+    saved = linear_attention(chunk.job, chunk.columns)["gated output"]
+    return np.asarray(found + compute_bytes(chunk.job) * tokens * linear.value_dim / chunk.columns.tp - saved)
+
+
+def _delta_rule_by_kernels(job: Job, linear: LinearAttention, tokens: Array, padded: Array) -> Array:
+    """For each head of values: of all chunks values and their gradients, the inverted system, states and their gradients; and
+    gradients of the output and of all inputs.
+    """
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    of_chunks = 2 * values + DELTA_CHUNK + 2 * keys * values / DELTA_CHUNK
+    return np.asarray(compute_bytes(job) * (padded * of_chunks + tokens * 2 * (keys + values)) + tokens * 2 * FP32)
+
+
+def _plain_delta_rule(job: Job, linear: LinearAttention, tokens: Array, padded: Array) -> Array:
+    """For each head of values: the rule again in fp32, with scores and states of all chunks of tokens."""
+    keys, values = linear.key_head_dim, linear.value_head_dim
+    chunks, state = -(-job.seq // DELTA_CHUNK), keys * values / DELTA_CHUNK
     # All states and the outputs of chunks, before backward's first chunk; or gradients of scores, in its last.
     last = DELTA_CHUNK + (8 * keys + 2 * values + 4 * state) / chunks
     each = 8 * keys + 4 * values + 6 * DELTA_CHUNK + 6 + np.maximum(values + state * (1 + 1 / chunks), last)
-    if compute_bytes(chunk.job) < FP32:  # copies of what was saved
+    if compute_bytes(job) < FP32:  # copies of what was saved
         each = each + 2 * keys * linear.key_heads / linear.value_heads + values / 2
-    padded = tokens / chunk.job.seq * chunks * DELTA_CHUNK
-    found = FP32 * linear.value_heads / chunk.columns.tp * padded * each
-    saved = linear_attention(chunk.job, chunk.columns)["gated output"]
-    return np.asarray(found + compute_bytes(chunk.job) * tokens * linear.value_dim / chunk.columns.tp - saved)
+    return np.asarray(FP32 * padded * each)
 
 
 def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifetime]:

@@ -15,6 +15,7 @@ from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
 from ultrascale.specs.weights import WeightShape, embedding, mean_of_layers, mlp, norm, positions, router_bias, vocabulary
 
 FP32 = 4
+DELTA_RULE_WIDTHS = (64, 128)  # of a head's keys and values, for our GPU kernels
 
 
 def compute_bytes(job: Job) -> int:
@@ -68,8 +69,31 @@ def uncut(columns: LayoutColumns) -> Array:
 
 
 def compiled(job: Job, columns: LayoutColumns) -> Array:
-    """Layers of our engine that a GPU compiles if it has no fused blocks for them; linear attention is a loop over chunks."""
-    return np.asarray(uncut(columns) & job.framework.fused_blocks & (job.model.linear_attention is None))
+    """Layers of our engine that a GPU compiles if it has no fused blocks for them."""
+    return np.asarray(uncut(columns) & job.framework.fused_blocks & can_compile(job))
+
+
+def can_compile(job: Job) -> bool:
+    """The plain gated delta rule is a loop over chunks."""
+    return job.model.linear_attention is None or delta_rule_problem(job) is None
+
+
+def delta_rule_kernels(job: Job) -> bool:
+    """Whether our engine computes linear attention by its GPU kernels."""
+    return job.framework.fused_blocks and delta_rule_problem(job) is None
+
+
+def delta_rule_problem(job: Job) -> str | None:
+    """What keeps the gated delta rule from our GPU kernels (kernels/delta_rule_triton.py), in words; None: nothing does."""
+    linear = job.model.linear_attention
+    if linear is None:
+        return f"{job.model.name} has no linear attention"
+    if job.precision == "fp32":
+        return "they have matmuls in bf16 and fp16"
+    widths = linear.key_head_dim, linear.value_head_dim
+    if not set(widths) <= set(DELTA_RULE_WIDTHS):
+        return f"keys and values of a head are {widths[0]} and {widths[1]} wide: they take {DELTA_RULE_WIDTHS}"
+    return None
 
 
 def eager(job: Job, columns: LayoutColumns) -> Array:
