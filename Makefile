@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
+# Packages are installed without compiled modules, which the first import writes, even where the environment forbids it:
+# else each of the tests' processes would compile torch anew, for 4 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: quickstart test test-slow test-gpu check format bench accuracy docs clean
 
 quickstart: $(VENV)/.train

@@ -63,8 +63,18 @@ def _no_timings_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_CACHES)}"))
 
 
+def _without_slow(config: pytest.Config) -> bool:
+    return "not slow" in config.getoption("-m")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("default" if "not slow" in config.getoption("-m") else "slow")
+    settings.load_profile("default" if _without_slow(config) else "slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of slow tests are not even imported where none will run."""
+    slow = collection_path.is_relative_to(TESTS) and collection_path.relative_to(TESTS).as_posix() in SLOW_FILES
+    return True if slow and _without_slow(config) else None
 
 
 @pytest.hookimpl(tryfirst=True)

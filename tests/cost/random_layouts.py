@@ -1,11 +1,11 @@
-"""Random legal layouts of real models on real clusters: one hypothesis strategy and one seeded generator."""
+"""Random legal layouts of real models on real clusters, by seed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import islice
 from random import Random
 from typing import Any
-
-from hypothesis import strategies as st
 
 from builders import make_job
 from ultrascale.cost.legality import problem
@@ -73,21 +73,13 @@ def from_choices(job: Job, choose: Any) -> Layout | None:
     return layout if problem(job, layout) is None else None
 
 
-@st.composite
-def jobs_and_layouts(draw: st.DrawFn) -> tuple[Job, Layout]:
-    job = job_of(draw(st.integers(0, len(JOBS) - 1)))
-    rng = Random(draw(st.integers(0, 2**32 - 1)))
-    layout = next(found for _ in range(10_000) if (found := from_choices(job, rng.choice)) is not None)
-    return job, layout
+def layouts_of(index: int, count: int, seed: int, wanted: Callable[[Layout], bool] = lambda _: True) -> list[Layout]:
+    """`count` layouts of one job that are wanted; fewer where they are rare."""
+    job, rng = job_of(index), Random(seed)
+    drawn = (from_choices(job, rng.choice) for _ in range(500 * count))
+    return list(islice((layout for layout in drawn if layout is not None and wanted(layout)), count))
 
 
-def sample(count: int, seed: int) -> list[tuple[Job, Layout]]:
-    """`count` layouts, every job in turn."""
-    rng = Random(seed)
-    found: list[tuple[Job, Layout]] = []
-    while len(found) < count:
-        job = job_of(len(found) % len(JOBS))
-        layout = from_choices(job, rng.choice)
-        if layout is not None:
-            found.append((job, layout))
-    return found
+def sample(count: int, seed: int) -> list[tuple[Job, list[Layout]]]:
+    """`count` layouts of each job."""
+    return [(job_of(index), layouts_of(index, count, seed + index)) for index in range(len(JOBS))]

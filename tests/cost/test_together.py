@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
-from random_layouts import JOBS, from_choices, job_of
+from random_layouts import JOBS, job_of, layouts_of
 
 from ultrascale.cost.estimate import drafts, estimate, full_estimate
-from ultrascale.specs.layout import Layout
-
-
-def some(index: int, count: int) -> list[Layout]:
-    """Legal layouts of one job, of several pipeline degrees and schedules."""
-    job, chance = job_of(index), Random(index)
-    found: list[Layout] = []
-    while len(found) < count:
-        layout = from_choices(job, chance.choice)
-        if layout is not None:
-            found.append(layout)
-    return found
 
 
 @pytest.mark.parametrize("index", range(len(JOBS)))
 def test_batched_estimates_equal_single_ones(index: int) -> None:
-    job, layouts = job_of(index), some(index, 8)
+    job, layouts = job_of(index), layouts_of(index, 8, seed=index)
     assert len({layout.pp for layout in layouts}) > 1
     for layout, draft in zip(layouts, drafts(job, layouts), strict=True):
         alone = estimate(job, layout)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -88,15 +90,18 @@ def edited(data: Any, keys: tuple[str | int, ...], value: Any) -> Any:
     return whole
 
 
+def write_edited(data: Any, keys: tuple[str | int, ...], value: Any, folder: Path) -> None:
+    (folder / "p.yaml").write_text(yaml.safe_dump(edited(data, keys, value), sort_keys=False))
+
+
 def of_plans() -> Iterator[Case]:
     """Every field of a plan, each with a value that no field should have."""
     plan = a_plan().to_mapping()
     for number, keys in enumerate(leaves(plan)):
         names = list(VALUES)
         for name in (names[number % len(names)], names[(number + 3) % len(names)]):
-            text = yaml.safe_dump(edited(plan, keys, VALUES[name]), sort_keys=False)
-            written = (lambda path, t=text: (path / "p.yaml").write_text(t),)
-            yield Case(f"plan-{'.'.join(map(str, keys))}-{name}", ["explain", "p.yaml"], written, codes=(0, 1, 2))
+            written = partial(write_edited, plan, keys, VALUES[name])
+            yield Case(f"plan-{'.'.join(map(str, keys))}-{name}", ["explain", "p.yaml"], (written,), codes=(0, 1, 2))
 
 
 def of_models() -> Iterator[Case]:
