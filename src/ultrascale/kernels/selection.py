@@ -36,7 +36,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
     if device != "cuda" or training.kernels == "eager":
         return Kernels()
     whole = layout.tp == layout.cp == 1 and not _splits(layout)
-    compiled = whole and job.model.linear_attention is None  # a loop over chunks, which would be unrolled
+    compiled = whole and job.model.recurrence is None  # a loop over chunks, which would be unrolled
     if training.kernels == "compile":
         return Kernels(compiled=compiled)
     adamw = job.optimizer == "adamw" and layout.offload == "none"

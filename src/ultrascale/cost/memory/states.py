@@ -68,8 +68,8 @@ def uncut(columns: LayoutColumns) -> Array:
 
 
 def compiled(job: Job, columns: LayoutColumns) -> Array:
-    """Layers of our engine that a GPU compiles if it has no fused blocks for them; linear attention is a loop over chunks."""
-    return np.asarray(uncut(columns) & job.framework.fused_blocks & (job.model.linear_attention is None))
+    """Layers of our engine that a GPU compiles if it has no fused blocks for them; linear attention and Mamba-2 are loops."""
+    return np.asarray(uncut(columns) & job.framework.fused_blocks & (job.model.recurrence is None))
 
 
 def eager(job: Job, columns: LayoutColumns) -> Array:
@@ -119,8 +119,10 @@ def fused_blocks_problem(job: Job) -> str | None:
         return f"{model.name} has experts"
     if model.mla is not None:
         return f"{model.name} has latent attention"
-    if model.linear_attention is not None or model.attention_gate:
-        return f"{model.name} has linear attention, or gates of attention"
+    if model.recurrence is not None or model.attention_gate:
+        return f"{model.name} has {model.recurrence or 'gates of attention'}"
+    if model.one_sublayer:
+        return f"layers of {model.name} have one sublayer"
     if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
         return f"{model.name} is not of RMSNorm, SwiGLU and rotary positions"
     if model.norm_placement != "pre" or model.parallel_residual != "none" or model.residual_scale != 1:
