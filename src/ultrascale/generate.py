@@ -170,11 +170,11 @@ def load(path: str | Path, tokenizer: str | Path | None = None, device: str | No
             tensor.copy_(weight(name))
     caches = []
     dynamic = model.rope_scaling is not None and model.rope_scaling.rope_type == "dynamic"
-    if model.linear_attention is None and not dynamic:
-        for block in module.each_block():
-            assert isinstance(block.attention.core, CausalAttention)
-            caches.append(KVCacheAttention(block.attention.core))
-            block.attention.core = caches[-1]  # type: ignore[assignment]
+    if model.recurrence is None and not dynamic:
+        for attention in (block.attention for block in module.each_block() if block.attention is not None):
+            assert isinstance(attention.core, CausalAttention)
+            caches.append(KVCacheAttention(attention.core))
+            attention.core = caches[-1]  # type: ignore[assignment]
     return TextModel(module.eval(), words, ends, encode, caches)
 
 

@@ -46,6 +46,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 QWEN_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
 GEMMA: dict[str, Any] = {**SHAPE, "head_dim": 16}
+HYBRID: dict[str, Any] = {
+    **{key: value for key, value in SHAPE.items() if key != "num_hidden_layers"},
+    "head_dim": 12,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 3,
+    "ssm_state_size": 7,
+}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SHAPE, "attention_bias": True, "mlp_bias": True}),
@@ -194,6 +202,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 8,
             "linear_conv_kernel_dim": 3,
             "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {**HYBRID, "hybrid_override_pattern": "M-M*-", "time_step_min": 0.3}),
+    "nemotron_h, one group": (
+        "nemotron_h",
+        {
+            **HYBRID,
+            "hybrid_override_pattern": "M*-M",
+            "n_groups": 1,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron_h with experts": (
+        "nemotron_h",
+        {
+            **HYBRID,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 1.5,
+            "n_group": 2,
+            "topk_group": 1,
         },
     ),
     "minimax_m2": (

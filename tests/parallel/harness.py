@@ -80,7 +80,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     **{
         f"{name}-family": verify_programs.FAMILIES[name]
-        for name in ("gemma", "gpt-oss", "qwen3-next", "olmo", "cohere", "deepseek")
+        for name in ("gemma", "gpt-oss", "qwen3-next", "nemotron-h", "olmo", "cohere", "deepseek")
+    },
+    "mamba": {"mamba": {"heads": 4, "head_dim": 8, "groups": 4, "state_dim": 4}, "attention_pattern": ("mamba", "full")},
+    "hybrid-experts": {
+        **verify_programs.FAMILIES["nemotron-h"],
+        "ffn": 0,
+        "moe": {
+            "experts": 4,
+            "top_k": 2,
+            "expert_ffn": 16,
+            "shared_experts": 1,
+            "shared_expert_ffn": 24,
+            "router": "sigmoid",
+            "router_bias": True,
+        },
     },
     "neox": {
         "norm": "layernorm",

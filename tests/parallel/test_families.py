@@ -34,6 +34,9 @@ MODELS = (
     "gemma-family",
     "gpt-oss-family",
     "qwen3-next-family",
+    "nemotron-h-family",
+    "mamba",
+    "hybrid-experts",
     "sinks",
     "olmo-family",
     "cohere-family",
@@ -43,12 +46,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ep": {"dp": 2, "ep": 2},
     "ep × tp × zero 3": {"dp": 2, "ep": 2, "tp": 2, "zero": 3},
 }
-WITH_EXPERTS = ("deepseek-family", "gpt-oss-family")
+WITH_EXPERTS = ("deepseek-family", "gpt-oss-family", "hybrid-experts")
+RECURRENT = ("qwen3-next-family", "nemotron-h-family", "mamba", "hybrid-experts")
 QUICK = (
     "gpt-oss-family, ep × tp × zero 3",
     "sinks, cp zigzag",
     "qwen3-next-family, tp without sp",
     "qwen3-next-family, full, tp × zero 3",
+    "nemotron-h-family, tp 4",
+    "nemotron-h-family, selective, tp",
+    "nemotron-h-family, tp × pp, zero-bubble",
+    "mamba, full, tp × zero 3",
+    "hybrid-experts, ep × tp × zero 3",
     "latent, tp",
     "latent, cp zigzag",
     "deepseek-family, full, tp × zero 3",
@@ -64,7 +73,7 @@ def cases() -> list[Any]:
             tiled = fields.get("context_parallel", "ulysses") != "ulysses"
             if model in ("gemma-family", "gpt-oss-family") and tiled:
                 continue  # windows and capped scores are not cut in tiles
-            if model == "qwen3-next-family" and "cp" in fields:
+            if model in RECURRENT and "cp" in fields:
                 continue  # states are not passed between ranks
             if model == "sinks" and not tiled:
                 continue  # as gpt-oss

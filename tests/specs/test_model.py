@@ -261,10 +261,7 @@ def test_active_parameters_of_deepseek_v3_by_hand() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLISHED | BY_HAND))
 def test_groups_add_up(name: str) -> None:
     model = Model.load(name)
-    layers = sum(
-        elements(weights.layer_weights(model, model.is_moe_layer(index), model.is_linear(index)))
-        for index in range(model.layers)
-    )
+    layers = sum(elements(weights.layer_weights(model, model.kind(index))) for index in range(model.layers))
     layers += model.moe_layers * weights.router_bias(model)
     experts = model.moe_layers * (model.moe.experts if model.moe else 0) * model.expert_parameters
     head = 0 if model.tied_embeddings else model.vocab * model.hidden

@@ -15,7 +15,7 @@ from ultrascale.train.log import StepRecord
 def loads(tokens: torch.Tensor, balance: float = 6.0, dropped: float = 0.0) -> RouterLoads:
     """Of three sequences, in a model with one dense layer."""
     ends = torch.tensor([[balance, dropped]]).expand(len(tokens), -1)
-    return RouterLoads(torch.cat([tokens, ends], dim=1), sequences=3, dense_layers=1)
+    return RouterLoads(torch.cat([tokens, ends], dim=1), sequences=3, layers=tuple(range(1, 1 + len(tokens))))
 
 
 def record(stats: RouterLoads) -> StepRecord:
@@ -54,4 +54,4 @@ def test_tables_are_no_curves() -> None:
 def test_a_router_without_numbers_is_named_by_its_layer(value: float) -> None:
     table = loads(torch.ones(3, 2)).table.clone()
     table[1, -2] = value
-    assert RouterLoads(table, 3, dense_layers=1).broken == (2,)
+    assert RouterLoads(table, 3, layers=(1, 2, 3)).broken == (2,)

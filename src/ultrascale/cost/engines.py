@@ -180,8 +180,8 @@ _COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
         Rule(("cp", "context_parallel"), _keeps_sliding_window, _sliding_window_sentence),
         Rule(
             ("cp",),
-            lambda job, c: np.asarray((c.cp == 1) | (job.model.linear_layers == 0)),
-            lambda job, x: f"layout.cp is {x.cp} but states of linear attention are not passed between ranks: try cp=1",
+            lambda job, c: np.asarray((c.cp == 1) | (job.model.recurrence is None)),
+            lambda job, x: f"layout.cp is {x.cp} but states of {job.model.recurrence} are not passed between ranks: try cp=1",
         ),
         Rule(("ep", "dp", "cp"), lambda job, c: np.asarray(c.data_ranks % c.ep == 0), _experts_sentence),
         Rule(

@@ -18,6 +18,7 @@ from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.ranges import estimate_range
 from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
+from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -98,6 +99,8 @@ def drafts(job: Job, layouts: Sequence[Layout]) -> list[DraftEstimate]:
 
 def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[MemoryDraft]:
     """The memory of each, without its time."""
+    if job.model.mamba is not None or job.model.one_sublayer:
+        raise SpecError(f"{job.model.name} has layers of one sublayer or Mamba-2, whose memory and time have no law yet")
     if not legal_rows(job, LayoutColumns.of(layouts)).all():
         for layout in layouts:
             check(job, layout)

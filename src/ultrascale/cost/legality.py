@@ -12,6 +12,7 @@ from ultrascale.schedules import DEFAULT_SCHEDULE, legal, legal_mask
 from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,24 @@ def _gpus(job: Job, layout: Layout) -> str:
 def _tp_cuts_heads(job: Job, c: LayoutColumns) -> Array:
     model = job.model
     kv = (model.kv_heads % c.tp == 0) | (c.tp % model.kv_heads == 0)
-    linear = 0 if model.linear_attention is None else model.linear_attention.key_heads % c.tp
-    return np.asarray((model.heads % c.tp == 0) & kv & (linear == 0))
+    recurrent = 0 if (groups := _recurrent_groups(model)) is None else groups[1] % c.tp
+    return np.asarray((model.heads % c.tp == 0) & kv & (recurrent == 0))
+
+
+def _recurrent_groups(model: Model) -> tuple[str, int] | None:
+    """The field of the groups of heads that linear attention or Mamba-2 is cut by, and their number."""
+    if model.mamba is not None:
+        return "mamba.groups", model.mamba.groups
+    return None if model.linear_attention is None else ("linear_attention.key_heads", model.linear_attention.key_heads)
 
 
 def _tp_sentence(job: Job, layout: Layout) -> str:
     model = job.model
-    linear = model.linear_attention
     allowed = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
-    if linear is not None and linear.key_heads % layout.tp:
-        both = [d for d in allowed if linear.key_heads % d == 0]
-        hint = near(layout.tp, both)
-        return f"layout.tp is {layout.tp} but must divide linear_attention.key_heads = {linear.key_heads}: try {hint}"
+    if (groups := _recurrent_groups(model)) is not None and groups[1] % layout.tp:
+        field, count = groups
+        hint = near(layout.tp, [d for d in allowed if count % d == 0])
+        return f"layout.tp is {layout.tp} but must divide {field} = {count}: try {hint}"
     return (
         f"layout.tp is {layout.tp} but must divide heads = {model.heads}, and divide or be a multiple of "
         f"kv_heads = {model.kv_heads}: try {near(layout.tp, allowed)}"

@@ -18,6 +18,7 @@ from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.loss import ChunkedHead, LinearCrossEntropy
 from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.linear_attention import GatedDeltaNet
+from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.self_attention import MultiLinear
 from ultrascale.model.transformer import IGNORE_INDEX, MLP, Head, Transformer
@@ -67,11 +68,14 @@ def apply(
         attention = block.attention
         if isinstance(attention, LatentAttention):
             multi_linears = [attention.q_up, attention.kv_up]
+        elif isinstance(attention, GatedDeltaNet | Mamba2Mixer):
+            multi_linears = [attention.inputs]
         else:
-            multi_linears = [attention.inputs if isinstance(attention, GatedDeltaNet) else attention.qkv]
+            multi_linears = [] if attention is None else [attention.qkv]
         for multi_linear in multi_linears:
             _multi_linear(multi_linear, gemms)
-        block.attention.out = _linear(block.attention.out, gemms)
+        if attention is not None:
+            attention.out = _linear(attention.out, gemms)
         mlp = block.mlp.shared if isinstance(block.mlp, MixtureOfExperts) else block.mlp
         if isinstance(mlp, MLP):
             _multi_linear(mlp.inputs, gemms)
@@ -87,6 +91,7 @@ def weights(model: nn.Module) -> list[list[nn.Parameter]]:
         if isinstance(module, Float8Block):
             found += [list(multi_linear.parameters()) for multi_linear in module.joined_linears()]
             assert isinstance(module.mlp, MLP)
+            assert module.attention is not None
             found += [[linear.get_parameter("weight")] for linear in (module.attention.out, module.mlp.down)]
         elif isinstance(module, Float8Head):
             found.append([module.linear.get_parameter("weight")])

@@ -39,7 +39,7 @@ def choose(job: Job, layout: Layout, training: Training, device: str) -> Kernels
         return Kernels()
     whole = layout.tp == layout.cp == 1 and not _splits(layout)
     if training.kernels == "compile":
-        return Kernels(compiled=whole and job.model.linear_attention is None)
+        return Kernels(compiled=whole and job.model.recurrence is None)
     adamw = job.optimizer == "adamw" and layout.offload == "none"
     return Kernels(
         fused=why_not_fused(job, layout, training) is None,

@@ -85,6 +85,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_attention": {"key_heads": 4, "value_heads": 8, "key_head_dim": 6, "value_head_dim": 4},
         "attention_pattern": ("linear", "full"),
     },
+    "nemotron-h": {
+        "positions": "none",
+        "activation": "relu2",
+        "mamba": {"heads": 8, "head_dim": 4, "groups": 4, "state_dim": 6, "min_step": 0.001},
+        "attention_pattern": ("mamba", "none", "full", "none"),
+        "one_sublayer": True,
+    },
     "olmo": {"norm_placement": "post", "qk_norm": True, "qk_norm_over": "all"},
     "cohere": {
         "norm": "layernorm",

@@ -97,7 +97,23 @@ _QWEN3_NEXT = {
     **dict.fromkeys((f"attention.inputs.{name}" for name in ("step", "decay")), "linear_attn.in_proj_ba"),
     "attention.output_norm": "linear_attn.norm",
 }
-_LINEAR_OUT = {"attention.out": "linear_attn.out_proj"}
+_NEMOTRON_H = {
+    "embed.tokens": "backbone.embeddings",
+    "head.norm": "backbone.norm_f",
+    "head.linear": "lm_head",
+    **dict.fromkeys(("attention_norm", "mlp_norm"), "norm"),
+    **{name: theirs.replace("self_attn.", "mixer.") for name, theirs in LLAMA_NAMES.items() if "self_attn" in theirs},
+    **{name: theirs.replace("mlp.", "mixer.") for name, theirs in _DEEPSEEK.items() if theirs.startswith("mlp.")},
+    **dict.fromkeys((f"attention.inputs.{name}" for name in ("gate", "x", "b", "c", "step")), "mixer.in_proj"),
+    "attention.gated_norm": "mixer.norm",
+}
+_MAMBA = {
+    **dict.fromkeys((f"attention.conv.{name}" for name in "xbc"), "mixer.conv1d.weight"),
+    **dict.fromkeys((f"attention.conv.{name}_bias" for name in "xbc"), "mixer.conv1d.bias"),
+    "attention.step_bias": "mixer.dt_bias",
+    "attention.log_rate": "mixer.A_log",
+    "attention.skip": "mixer.D",
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,8 @@ class HFNames:
     """our modules, without the layer, to theirs; `{}`: experts are numbered"""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """our parameters and buffers to whole names of theirs, where the ends of the names differ"""
+    recurrent_out: str = ""
+    """the output projection of linear attention or Mamba-2"""
     layers: str = "model.layers.{}."
     stored_in_out: bool = False
     """weights of layers are [in, out]"""
@@ -147,7 +165,13 @@ TENSORS: dict[str, HFNames] = {
         },
         interleaved_rope=True,
     ),
-    "qwen3_next": HFNames(_QWEN3_NEXT, _GATED_DELTA, norm_offset=1.0),
+    "qwen3_next": HFNames(_QWEN3_NEXT, _GATED_DELTA, recurrent_out="linear_attn.out_proj", norm_offset=1.0),
+    "nemotron_h": HFNames(
+        _NEMOTRON_H,
+        {**_MAMBA, "mlp.router.bias": "mixer.gate.e_score_correction_bias"},
+        recurrent_out="mixer.out_proj",
+        layers="backbone.layers.{}.",
+    ),
     "gpt_oss": HFNames(tensors=_GPT_OSS, experts_in_out=True, alternating_gate_up=True),
     "glm4_moe": HFNames(
         {**_DEEPSEEK, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}, _CORRECTION_BIAS
@@ -282,10 +306,8 @@ def stored(model: Model) -> Iterator[HFTensor]:
         names["attention.q_up.q"] = "self_attn.q_proj"
     for layer, shapes in _shapes_by_layer(model):
         prefix, our_prefix = ("", "") if layer is None else (family.layers.format(layer), f"blocks.{layer}.")
-        if layer is not None and model.is_linear(layer):
-            names |= _LINEAR_OUT
-        else:
-            names["attention.out"] = family.names["attention.out"]
+        recurrent = layer is not None and model.kind(layer).mixer in ("linear", "mamba")
+        names["attention.out"] = family.recurrent_out if recurrent else family.names["attention.out"]
         contained: dict[str, list[str]] = {}
         for ours in shapes:
             part = ours.removeprefix(our_prefix)

@@ -8,7 +8,7 @@ state to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,24 +27,28 @@ NORM_EPS = 1e-6  # of queries and keys, which are scaled to length one
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel over a few tokens, then SiLU, of queries, keys and values: each [b, s, channels]."""
+    """A causal convolution of each channel over a few tokens, then SiLU, of several inputs [b, s, channels]."""
 
-    def __init__(self, linear: LinearAttention) -> None:
+    def __init__(self, channels: Mapping[str, int], kernel: int, bias: bool = False) -> None:
         super().__init__()
-        for name, channels in (("q", linear.key_dim), ("k", linear.key_dim), ("v", linear.value_dim)):
-            self.register_parameter(name, nn.Parameter(torch.empty(channels, 1, linear.conv_kernel)))
+        self.names = tuple(channels)
+        for name, count in channels.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(count, 1, kernel)))
+            if bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(count)))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(recomputed(_convolve, x, weight) for x, weight in zip(inputs, self.parameters(), strict=True))
+        of_each = ([getattr(self, key) for key in (name, f"{name}_bias") if hasattr(self, key)] for name in self.names)
+        return tuple(recomputed(_convolve, x, *parameters) for x, parameters in zip(inputs, of_each, strict=True))
 
 
-def _convolve(x: Tensor, weight: Tensor) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     taps = weight.to(x.dtype).squeeze(1).unbind(-1)
     padded = F.pad(x, (0, 0, len(taps) - 1, 0))
     found = padded[:, : x.shape[1]] * taps[0]
     for index, tap in enumerate(taps[1:], 1):
         found = found + padded[:, index : index + x.shape[1]] * tap
-    return F.silu(found)
+    return F.silu(found if bias is None else found + bias.to(x.dtype))
 
 
 class GatedDeltaNet(nn.Module):
@@ -62,7 +66,8 @@ class GatedDeltaNet(nn.Module):
             "decay": linear.value_heads,
         }
         self.inputs = MultiLinear(model.hidden, outputs, bias=False)
-        self.conv = ShortConvolution(linear)
+        channels = {"q": linear.key_dim, "k": linear.key_dim, "v": linear.value_dim}
+        self.conv = ShortConvolution(channels, linear.conv_kernel)
         self.log_decay = nn.Parameter(torch.empty(linear.value_heads))
         self.decay_bias = nn.Parameter(torch.empty(linear.value_heads))
         self.core = GatedDeltaRule()
@@ -170,7 +175,8 @@ def initialize(name: str, out: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def is_initialized_here(name: str) -> bool:
-    return ".attention.conv." in name or name.endswith((".log_decay", ".decay_bias"))
+    convolves = ".attention.conv." in name and not name.endswith("_bias")
+    return convolves or name.endswith((".log_decay", ".decay_bias"))
 
 
 def _unit(x: Tensor) -> Tensor:

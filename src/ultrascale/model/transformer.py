@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ultrascale.model import adapters, flex, linear_attention
+from ultrascale.model import adapters, flex, linear_attention, mamba
 from ultrascale.model.adapters import Adapters
 from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.linear_attention import GatedDeltaNet, GatedDeltaRule
+from ultrascale.model.mamba import Mamba2Mixer, StateSpace
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import LayerNorm, RMSNorm, activation_of, at_least_fp32
 from ultrascale.model.rotary import Rope, tables
@@ -49,25 +50,25 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer. The norms that a model does not have are None."""
+    """A layer. The norms and the sublayer that a model does not have are None."""
 
     def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         before, after = (model.norm_placement in (place, "both") for place in ("pre", "post"))
-        self.attention_norm = _norm(model) if before else None
-        self.attention: Attention | LatentAttention | GatedDeltaNet
-        if model.linear_attention is not None and model.is_linear(index):
-            self.attention = GatedDeltaNet(model, model.linear_attention)
-        else:
-            self.attention = Attention(model, index) if model.mla is None else LatentAttention(model, model.mla)
-        self.attention_post_norm = _norm(model) if after else None
-        self.mlp_norm = _norm(model) if before and model.parallel_residual != "one_norm" else None
-        self.mlp = _experts(model) if model.is_moe_layer(index) else MLP(model, model.ffn)
-        self.mlp_post_norm = _norm(model) if after else None
+        kind = model.kind(index)
+        mixes, has_mlp = kind.mixer != "none", kind.mlp != "none"
+        self.attention_norm = _norm(model) if before and mixes else None
+        self.attention = _mixer(model, index)
+        self.attention_post_norm = _norm(model) if after and mixes else None
+        self.mlp_norm = _norm(model) if before and has_mlp and model.parallel_residual != "one_norm" else None
+        self.mlp = (_experts(model) if kind.mlp == "moe" else MLP(model, model.ffn)) if has_mlp else None
+        self.mlp_post_norm = _norm(model) if after and has_mlp else None
         self.parallel_residual = model.parallel_residual
         self.residual_scale = model.residual_scale
 
     def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
+        if self.attention is None or self.mlp is None:
+            return x + self._scaled(self._only_sublayer(x, rope, bias))
         attention_input = _normed(x, self.attention_norm)
         attended = self._scaled(_normed(self.attention(attention_input, rope, bias), self.attention_post_norm))
         if self.parallel_residual == "none":
@@ -76,8 +77,27 @@ class Block(nn.Module):
         mlp_input = attention_input if self.parallel_residual == "one_norm" else _normed(x, self.mlp_norm)
         return x + attended + self._scaled(self.mlp(mlp_input))
 
+    def _only_sublayer(self, x: Tensor, rope: Rope | None, bias: Mask | None) -> Tensor:
+        if self.attention is not None:
+            attended: Tensor = self.attention(_normed(x, self.attention_norm), rope, bias)
+            return attended
+        assert self.mlp is not None
+        out: Tensor = self.mlp(_normed(x, self.mlp_norm))
+        return out
+
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.residual_scale == 1 else x * self.residual_scale
+
+
+def _mixer(model: Model, index: int) -> Attention | LatentAttention | GatedDeltaNet | Mamba2Mixer | None:
+    kind = model.kind(index).mixer
+    if kind == "none":
+        return None
+    if kind == "linear" and model.linear_attention is not None:
+        return GatedDeltaNet(model, model.linear_attention)
+    if kind == "mamba" and model.mamba is not None:
+        return Mamba2Mixer(model, model.mamba)
+    return Attention(model, index) if model.mla is None else LatentAttention(model, model.mla)
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -236,8 +256,8 @@ class Transformer(nn.Module):
         return (visible if near is None else visible.add_(near),)
 
     def _has_plain_cores(self) -> bool:
-        cores = (block.attention.core for block in self.each_block())
-        return all(isinstance(core, CausalAttention | GatedDeltaRule) for core in cores)
+        cores = (block.attention.core for block in self.each_block() if block.attention is not None)
+        return all(isinstance(core, CausalAttention | GatedDeltaRule | StateSpace) for core in cores)
 
 
 def document_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -258,15 +278,17 @@ def _norm(model: Model) -> nn.Module:
     return RMSNorm(model.hidden, model.norm_eps)
 
 
-STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by sqrt(2 · layers), their number
+STD = 0.02  # GPT-2's; weights that write to the residual stream divide it by the root of their number
 
 
 def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: torch.device | str) -> Tensor:
     """The whole initial tensor in fp32; a rank that holds a shard takes its part of it."""
     if adapters.is_adapter(name):
         return adapters.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
-    if linear_attention.is_initialized_here(name):
-        return linear_attention.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
+    for mixer in (linear_attention, mamba):
+        if mixer.is_initialized_here(name):
+            drawn: Tensor = mixer.initialize(name, torch.empty(shape, device=device), _generator(name, seed, device))
+            return drawn
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
     if name.endswith("bias"):
@@ -274,7 +296,7 @@ def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: t
     if name == "head.linear.weight" and model.tied_embeddings:
         name = "embed.tokens.weight"  # a stage with only the head must draw the same values as the first stage
     residual = name.endswith(("attention.out.weight", "down.weight", "experts.down"))
-    std = STD / math.sqrt(2 * model.layers) if residual else STD
+    std = STD / math.sqrt(model.sublayers) if residual else STD
     return torch.empty(shape, device=device).normal_(0.0, std, generator=_generator(name, seed, device))
 
 

@@ -27,6 +27,7 @@ from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import RecomputeRegion
 from ultrascale.model.adapters import ADAPTERS
 from ultrascale.model.linear_attention import GatedDeltaNet
+from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.self_attention import Mask
@@ -94,9 +95,9 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
                 options["context_fn"] = partial(_parallel_contexts, None)
                 block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]
             continue
-        parallel = isinstance(block.attention.out, RowParallelLinear)
+        parallel = any(isinstance(module, RowParallelLinear) for module in block.modules())
         if parallel and isinstance(last := _last(block), RowParallelLinear):
-            last.result = "unused" if isinstance(block.mlp, MLP) else "recomputed"
+            last.result = "recomputed" if isinstance(block.mlp, MixtureOfExperts) else "unused"
         if policy == "selective":
             contexts = partial(_contexts, list(_not_saved(block, compiled)), isinstance(block.mlp, MixtureOfExperts))
             options["context_fn"] = partial(_parallel_contexts, contexts) if parallel else contexts
@@ -126,6 +127,8 @@ def _last(block: Block) -> nn.Linear | None:
     mlp = block.mlp
     if block.mlp_post_norm is not None:
         return None
+    if mlp is None:
+        return None if block.attention is None else block.attention.out
     if isinstance(mlp, MLP):
         return mlp.down
     return mlp.shared.down if isinstance(mlp.shared, MLP) else None
@@ -171,9 +174,9 @@ def _not_saved(block: Block, compiled: bool) -> Iterator[HasFactor]:
     last = _last(block)
     if last is not None and not compiled:
         yield partial(_has_storage_of, last)
-    elif last is not None and last.weight.shape[1] != block.attention.out.weight.shape[0]:
+    elif last is not None and last.weight.shape[1] != last.weight.shape[0]:
         yield partial(_contracts, last.weight.shape[1])
-    if isinstance(block.attention, GatedDeltaNet):
+    if isinstance(block.attention, GatedDeltaNet | Mamba2Mixer):
         yield _is_batched
     adapters = getattr(block.attention, ADAPTERS, None)
     if adapters is not None:
@@ -185,7 +188,7 @@ def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:
 
 
 def _is_batched(factor: Tensor) -> bool:
-    """Of the GEMMs of a delta rule, whose output alone would have to be saved."""
+    """Of the GEMMs of a delta rule or a state space, whose output alone would have to be saved."""
     return factor.dim() == 3
 
 

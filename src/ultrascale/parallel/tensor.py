@@ -23,6 +23,7 @@ from ultrascale.kernels.recompute_cache import cache_across_recompute
 from ultrascale.model.adapters import ADAPTERS, Adapters
 from ultrascale.model.latent_attention import LatentAttention
 from ultrascale.model.linear_attention import GatedDeltaNet
+from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.operators import RMSNorm, at_least_fp32
 from ultrascale.model.self_attention import MultiLinear
@@ -426,8 +427,7 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
         length = shape[dim] // axis.size
         return Shard(name, shape, dim, axis.rank * length, length)
     is_cut_norm = cuts_qk_norms and path[-2] == "q_norm"
-    cut_by_rows = {"qkv", "inputs", "q_up", "kv_up", "sinks", "conv", "log_decay", "decay_bias"} & set(path)
-    if cut_by_rows or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
+    if _CUT_BY_ROWS & set(path) or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
         length = shape[0] // axis.size
         return Shard(name, shape, 0, axis.rank * length, length)
     if path[-2:] in (["out", "weight"], ["down", "weight"]):
@@ -436,6 +436,12 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
     # Norms of queries and keys process only this rank's heads; all others its slice of the sequence under sequence parallelism.
     partial_input = sequence or path[-2] in ("q_norm", "k_norm", "output_norm")
     return Shard(name, shape, partial=axis if partial_input else None, is_primary=axis.rank == 0)
+
+
+_CUT_BY_ROWS = {
+    *("qkv", "inputs", "q_up", "kv_up", "sinks", "conv", "log_decay", "decay_bias"),
+    *("step_bias", "log_rate", "skip", "gated_norm"),
+}
 
 
 def _adapter_shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Shard:
@@ -462,13 +468,17 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
     in_sequence_order = GatheredInput(SEQUENCE) if sequence else None
     for block in model.each_block():
         attention, gathered = block.attention, GatheredInput(reorder=True) if sequence else None
+        if block.mlp is not None:
+            block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
+        if attention is None:
+            continue
         if isinstance(attention, LatentAttention):
             # Every rank projects to the latents, of its slice of the sequence; the latents are gathered, which are narrow.
             attention.down = ColumnParallelLinear(attention.down, SINGLE_RANK, None, deferred)
             attention.q_up = ColumnParallelLinear(attention.q_up, axis, gathered, deferred)
             attention.kv_up = ColumnParallelLinear(attention.kv_up, axis, gathered, deferred)
             attention.shared_key = SharedKey(axis, sequence)
-        elif isinstance(attention, GatedDeltaNet):
+        elif isinstance(attention, GatedDeltaNet | Mamba2Mixer):
             attention.inputs = ColumnParallelLinear(attention.inputs, axis, gathered, deferred)
         else:
             attention.qkv = ColumnParallelLinear(attention.qkv, axis, gathered, deferred)
@@ -480,7 +490,6 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
             if attention.adapters is not None and axis.size > 1:
                 attention.adapters = TensorParallelAdapters(attention.adapters, axis, gathered)
         attention.out = RowParallelLinear(attention.out, axis, gathered, deferred)
-        block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
     if model.embed is not None and axis.size > 1:
         embed: Embedding = model.embed
         embed.tokens = VocabParallelEmbedding(embed.tokens, axis, in_sequence_order)

@@ -1,8 +1,8 @@
-"""Parts of a Model: latent attention, rotary scaling, experts; and the types of their fields."""
+"""Parts of a Model: latent and linear attention, Mamba-2, rotary scaling, experts; the types of their fields."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ Count = Annotated[int, Field(strict=True, gt=0, le=2**31)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31)]
 Layers = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # Schedules and stages walk the layers one by one.
 Factor = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
+FactorOrZero = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True, min_length=1)]
 
@@ -56,6 +57,49 @@ class LinearAttention(FrozenSpec):
     @property
     def value_dim(self) -> int:
         return self.value_heads * self.value_head_dim
+
+
+class Mamba2(FrozenSpec):
+    """A selective state space in place of attention (Mamba-2, Dao & Gu 2024): each head has a state of state_dim × head_dim
+    numbers; heads of a group share the projections that write to it (B) and read from it (C).
+    """
+
+    heads: Count = Field(examples=[128])
+    head_dim: Count = Field(examples=[64])
+    groups: Count = Field(default=1, examples=[8])
+    state_dim: Count = Field(default=128, examples=[128])
+    conv_kernel: Count = Field(default=4, description="Tokens that the convolution of x, B and C sees.")
+    conv_bias: Flag = True
+    min_step: FactorOrZero = Field(default=0.0, description="Step sizes are at least this.", examples=[0.001])
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.groups:
+            raise ValueError(
+                f"model.mamba.groups is {self.groups} but must divide heads = {self.heads}: "
+                f"try {near(self.groups, divisors(self.heads))}"
+            )
+        return self
+
+    @property
+    def inner_dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def group_dim(self) -> int:
+        """Width of B, and of C."""
+        return self.groups * self.state_dim
+
+
+class LayerKind(NamedTuple):
+    """What a layer consists of."""
+
+    mixer: Literal["attention", "linear", "mamba", "none"]
+    mlp: Literal["dense", "moe", "none"]
+
+    @property
+    def sublayers(self) -> int:
+        return (self.mixer != "none") + (self.mlp != "none")
 
 
 RopeType = Literal["llama3", "linear", "dynamic", "yarn"]

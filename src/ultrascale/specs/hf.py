@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, dict[str, str]] = {
 }
 """a config's words for activations of MLPs with and without a gate; the first of several is written"""
 
-Kind = Literal["count", "count or zero", "number", "flag", "text", "gated", "plain"]
+Kind = Literal["count", "count or zero", "number", "number or zero", "flag", "text", "gated", "plain"]
 
 
 class ConfigPart(Protocol):
@@ -477,15 +477,16 @@ def checked(config: Config, key: str, kind: Kind, default: Any = REQUIRED) -> An
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "flag" and not isinstance(value, bool):
         raise SpecError(f"config.{key} is {shown(value)} but must be true or false: try {str(default is True).lower()}")
-    if kind == "number":
-        if not is_number or not value > 0:
+    if kind in ("number", "number or zero"):
+        if not is_number or not (value > 0 or (value == 0 and kind == "number or zero")):
             hint = f": try {default:g}" if isinstance(default, int | float) else ""
-            raise SpecError(f"config.{key} is {shown(value)} but must be a number greater than 0{hint}")
+            least = "greater than 0" if kind == "number" else "of at least 0"
+            raise SpecError(f"config.{key} is {shown(value)} but must be a number {least}{hint}")
         return float(value)
     if kind in ("count", "count or zero"):
-        least = 0 if kind == "count or zero" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise SpecError(f"config.{key} is {shown(value)} but must be a whole number of at least {least}: try 8")
+        smallest = 0 if kind == "count or zero" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise SpecError(f"config.{key} is {shown(value)} but must be a whole number of at least {smallest}: try 8")
     return value
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.hf import (
@@ -32,6 +32,7 @@ from ultrascale.specs.hf import (
     SparseLayers,
     Window,
     checked,
+    shortest_cycle,
 )
 from ultrascale.specs.validate import shown
 
@@ -134,6 +135,80 @@ class DeepSeekMLP:
     def write(self, model: Model) -> dict[str, Any]:
         parts = self._parts(model.moe is not None)
         return {"n_routed_experts": None} | {key: value for part in parts for key, value in part.write(model).items()}
+
+
+_MAMBA = (
+    Key("mamba_num_heads", "mamba.heads", default=128),
+    Key("mamba_head_dim", "mamba.head_dim", default=64),
+    Key("n_groups", "mamba.groups", default=8, aliases=("mamba_n_groups",)),
+    Key("ssm_state_size", "mamba.state_dim", default=128),
+    Key("conv_kernel", "mamba.conv_kernel", default=4, aliases=("mamba_d_conv",)),
+    Key("use_conv_bias", "mamba.conv_bias", "flag", default=True, aliases=("mamba_conv_bias",)),
+    Key("time_step_min", "mamba.min_step", "number or zero", default=0.001, aliases=("mamba_dt_min",)),
+    Only("mamba_hidden_act", "silu"),
+    Only("use_bias", False),
+)
+_NEMOTRON_EXPERTS = (
+    *_moe("n_routed_experts", "moe_intermediate_size", renormalize=True),
+    Key("moe_shared_expert_intermediate_size", "moe.shared_expert_ffn", default=7688),
+    Key("routed_scaling_factor", "moe.scaling", "number", default=1.0),
+    Key("n_group", "moe.groups", default=1),
+    Key("topk_group", "moe.top_groups", default=1),
+    Only("moe_latent_size", None),
+)
+
+
+class HybridLayers:
+    """Nemotron-H: the one sublayer of each layer, by `layers_block_type` or by a letter in `hybrid_override_pattern`."""
+
+    letters: ClassVar = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    older: ClassVar = {"mamba": "linear_attention", "attention": "full_attention"}
+    """words of earlier releases"""
+
+    def _parts(self, mamba: bool, experts: bool, mlp: bool) -> tuple[ConfigPart, ...]:
+        return (*(_MAMBA if mamba else ()), *(_NEMOTRON_EXPERTS if experts else ()), *((FFN,) if mlp else ()))
+
+    def read(self, config: Config) -> Fields:
+        words = self._words(config)
+        kinds = {"linear_attention": "mamba", "full_attention": "full"}
+        fields: Fields = {
+            "layers": len(words),
+            "attention_pattern": shortest_cycle([kinds.get(word, "none") for word in words]),
+        }
+        if "moe" in words:
+            fields |= {"moe.shared_experts": 1, "moe.router": "sigmoid", "moe.router_bias": True}
+        for part in self._parts("linear_attention" in words, "moe" in words, "mlp" in words):
+            fields |= part.read(config)
+        return fields
+
+    def _words(self, config: Config) -> list[str]:
+        lists = [name for name in ("layers_block_type", "layer_types") if config.get(name) is not None]
+        key = lists[0] if lists else "hybrid_override_pattern"
+        given = checked(config, key, "text")
+        known = self.older if lists else self.letters
+        words = [known.get(word, word) for word in given] if isinstance(given, list if lists else str) else []
+        if not words or not set(words) <= set(self.letters.values()):
+            raise SpecError(
+                f"config.{key} is {given!r:.80} but must have M, *, - or E for each layer, such as M-M*-, or in a list "
+                "linear_attention, full_attention, mlp or moe"
+            )
+        if {"mlp", "moe"} <= set(words):
+            raise SpecError(
+                f"config.{key} is {given!r:.80} but only MLPs of one kind can be planned, dense ones or experts, which are "
+                "other models: give one with - or with E"
+            )
+        return words
+
+    def write(self, model: Model) -> dict[str, Any]:
+        words = {"mamba": "linear_attention", "attention": "full_attention", "linear": "linear", "none": "mlp"}
+        kinds = [model.kind(layer) for layer in range(model.layers)]
+        found: dict[str, Any] = {
+            "layers_block_type": ["moe" if kind.mlp == "moe" else words[kind.mixer] for kind in kinds],
+        }
+        mlps = {kind.mlp for kind in kinds}
+        for part in self._parts(model.mamba is not None, "moe" in mlps, "dense" in mlps):
+            found |= part.write(model)
+        return found
 
 
 class GPT2Width:
@@ -585,6 +660,24 @@ FAMILIES["qwen3_next"] = HFFamily(
         Key("linear_conv_kernel_dim", "linear_attention.conv_kernel", default=4),
     ),
     {"qk_norm": True, "attention_gate": True, "moe.shared_experts": 1, "moe.shared_gate": True},
+)
+FAMILIES["nemotron_h"] = HFFamily(
+    "NemotronHForCausalLM",
+    "NemotronHBlock",
+    (
+        Key("hidden_size", "hidden"),
+        Key("num_attention_heads", "heads"),
+        Key("num_key_value_heads", "kv_heads", default=8),
+        Key("head_dim", "head_dim", default=128, aliases=("attention_head_dim",)),
+        Key("vocab_size", "vocab"),
+        Key("mlp_hidden_act", "activation", "plain", default="relu2"),
+        Key("mlp_bias", "mlp_bias", "flag", default=False),
+        Key("layer_norm_epsilon", "norm_eps", "number", default=1e-5),
+        Key("max_position_embeddings", "max_positions", default=OMITTED, nullable=False),
+        Only("tie_word_embeddings", False),
+        HybridLayers(),
+    ),
+    {"positions": "none", "one_sublayer": True},
 )
 # DeepSeek-V3's classes and tensors under another name.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]

@@ -106,8 +106,8 @@ class Job(FrozenSpec):
             advice = f"try {' or '.join(known)}" if known else "give cluster.gpu.peak_tflops a bf16"
             raise ValueError(f"job.precision is {self.precision} but {gpu.name} does not compute in it: {advice}")
         model = self.model
-        if self.adapter_rank is not None and (model.moe is not None or model.mla is not None):
-            what = "experts" if model.moe is not None else "latent attention"
+        if self.adapter_rank is not None and (model.moe is not None or model.mla is not None or model.recurrence):
+            what = "experts" if model.moe is not None else model.recurrence or "latent attention"
             raise ValueError(
                 f"job.adapter_rank is {self.adapter_rank} but {model.name or 'the model'} has {what}, "
                 "whose training with adapters is not modelled: try null"

@@ -20,8 +20,10 @@ from ultrascale.specs.blocks import (
     CountOrZero,
     Factor,
     Flag,
+    LayerKind,
     Layers,
     LinearAttention,
+    Mamba2,
     MoE,
     RopeScaling,
     RopeType,
@@ -34,7 +36,7 @@ from ultrascale.specs.hub import HubRepo, is_hub
 from ultrascale.specs.validate import FrozenSpec, build, shown
 
 LIST_PRESETS = "list presets with `ultrascale presets`"
-AttentionKind = Literal["full", "local", "linear"]
+AttentionKind = Literal["full", "local", "linear", "mamba", "none"]
 Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"]
 
 
@@ -116,12 +118,21 @@ class Model(FrozenSpec):
     attention_gate: Flag = Field(
         default=False, description="Attention's output is multiplied by the sigmoid of a projection of its input (Qwen3-Next)."
     )
+    mamba: Mamba2 | None = Field(
+        default=None,
+        description="Of the layers that attention_pattern calls mamba.",
+        examples=[{"heads": 128, "head_dim": 64, "groups": 8}],
+    )
     attention_pattern: tuple[AttentionKind, ...] = Field(
         default=(),
-        description="Layers whose attention is full, those that see the sliding window, and those with linear attention, "
-        "repeated over the layers; empty: all see the window, if there is one.",
+        description="Layers whose attention is full, those that see the sliding window, those with linear attention or "
+        "Mamba-2, and those with none of these, repeated over the layers; empty: all see the window, if there is one.",
         examples=[["local", "full"]],
         max_length=2**16,
+    )
+    one_sublayer: Flag = Field(
+        default=False,
+        description="Layers have attention or Mamba-2 alone, or an MLP alone where attention_pattern says none (Nemotron-H).",
     )
     embedding_scale: Factor = Field(default=1.0, description="The embedding's output is multiplied by it.")
     residual_scale: Factor = Field(default=1.0, description="What attention and MLP add is multiplied by it.")
@@ -195,16 +206,35 @@ class Model(FrozenSpec):
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer's attention; None: full."""
-        local = not self.attention_pattern or self.attention_pattern[layer % len(self.attention_pattern)] == "local"
-        return self.sliding_window if local else None
+        return self.sliding_window if self._attention(layer) == "local" else None
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer has linear attention."""
-        return bool(self.attention_pattern) and self.attention_pattern[layer % len(self.attention_pattern)] == "linear"
+        return self._attention(layer) == "linear"
 
     @property
     def linear_layers(self) -> int:
         return 0 if self.linear_attention is None else sum(map(self.is_linear, range(self.layers)))
+
+    @property
+    def mamba_layers(self) -> int:
+        return 0 if self.mamba is None else sum(self._attention(layer) == "mamba" for layer in range(self.layers))
+
+    @property
+    def recurrence(self) -> str | None:
+        """What hands a state from token to token in some layers, in words."""
+        mixers = {kind.mixer for kind in self.layer_kinds}
+        return "Mamba-2" if "mamba" in mixers else "linear attention" if "linear" in mixers else None
+
+    def _attention(self, layer: int) -> AttentionKind:
+        return self.attention_pattern[layer % len(self.attention_pattern)] if self.attention_pattern else "local"
+
+    def kind(self, layer: int) -> LayerKind:
+        """What a layer consists of."""
+        attention = self._attention(layer)
+        mixer = attention if attention in ("linear", "mamba", "none") else "attention"
+        has_mlp = not self.one_sublayer or mixer == "none"
+        return LayerKind(mixer, "moe" if self.is_moe_layer(layer) else "dense" if has_mlp else "none")
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's queries and keys are rotated by their positions."""
@@ -250,28 +280,37 @@ class Model(FrozenSpec):
 
     @property
     def moe_layers(self) -> int:
+        if self.one_sublayer:
+            return sum(map(self.is_moe_layer, range(self.layers)))
         return self.layers - self.moe.dense_layers if self.moe else 0
 
     @property
     def dense_layers(self) -> int:
+        """Layers without experts."""
         return self.layers - self.moe_layers
 
     @property
-    def layer_kinds(self) -> Counter[tuple[bool, bool]]:
-        """How many layers have experts (or not) and linear attention (or not)."""
-        return Counter((self.is_moe_layer(layer), self.is_linear(layer)) for layer in range(self.layers))
+    def layer_kinds(self) -> Counter[LayerKind]:
+        """How many layers there are of each kind."""
+        return Counter(map(self.kind, range(self.layers)))
+
+    @property
+    def sublayers(self) -> int:
+        """Attention, its like, and MLPs of all layers: what adds to the residual stream."""
+        return self.layers if self.one_sublayer else 2 * self.layers
 
     def linear_share(self, moe: bool) -> float:
         """Share of the layers with experts, or of those without, that have linear attention."""
         if self.linear_attention is None:
             return 0.0
-        kinds = self.layer_kinds
-        return kinds[moe, True] / max(1, kinds[moe, True] + kinds[moe, False])
+        kinds = [kind for kind in map(self.kind, range(self.layers)) if (kind.mlp == "moe") == moe]
+        return sum(kind.mixer == "linear" for kind in kinds) / max(1, len(kinds))
 
     def is_moe_layer(self, index: int) -> bool:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of a model with {self.layers} layers")
-        return self.moe is not None and index >= self.moe.dense_layers
+        has_mlp = not self.one_sublayer or self._attention(index) == "none"
+        return self.moe is not None and index >= self.moe.dense_layers and has_mlp
 
     @property
     def expert_parameters(self) -> int:
@@ -282,10 +321,7 @@ class Model(FrozenSpec):
     def parameters(self) -> int:
         """All parameters, tied embeddings once."""
         ends = [*weights.embedding(self), weights.norm(self), *([] if self.tied_embeddings else [weights.vocabulary(self)])]
-        layers = sum(
-            count * weights.elements(weights.layer_weights(self, moe, linear))
-            for (moe, linear), count in self.layer_kinds.items()
-        )
+        layers = sum(count * weights.elements(weights.layer_weights(self, kind)) for kind, count in self.layer_kinds.items())
         experts = self.moe.experts * self.expert_parameters if self.moe else 0
         return weights.elements(ends) + layers + self.moe_layers * (experts + weights.router_bias(self))
 
@@ -293,9 +329,8 @@ class Model(FrozenSpec):
     def hidden_matrix_elements(self) -> int:
         """Elements of the layers' matrices, routed experts included: neither embedding and head nor vectors."""
         found = 0
-        for (moe, linear), count in self.layer_kinds.items():
-            layer = weights.layer_weights(self, moe, linear)
-            found += count * weights.elements(one for one in layer if one.is_hidden_matrix)
+        for kind, count in self.layer_kinds.items():
+            found += count * weights.elements(one for one in weights.layer_weights(self, kind) if one.is_hidden_matrix)
         if self.moe is not None:
             expert = weights.mlp(self, self.moe.expert_ffn)
             each = weights.elements(one for one in expert if one.is_hidden_matrix)
@@ -352,6 +387,7 @@ def _problems(model: Model) -> Iterator[str]:
             f"model.attention_pattern is {list(model.attention_pattern)} but linear_attention {other}: give linear layers and "
             "their heads, or neither"
         )
+    yield from _mamba_problems(model)
     if model.attention_gate and model.mla:
         yield "model.attention_gate is true but mla has no such projection: try false"
     if model.attention_pattern and ("local" in model.attention_pattern) != (model.sliding_window is not None):
@@ -382,8 +418,21 @@ def _problems(model: Model) -> Iterator[str]:
             f"model.moe.dense_layers is {model.moe.dense_layers} but there are only layers = {model.layers}: "
             f"try {min(1, model.layers)}"
         )
-    if model.dense_layers and not model.ffn:
-        yield f"model.ffn is 0 but {model.dense_layers} layers have a dense MLP: try {4 * model.hidden}"
+    dense = sum(count for kind, count in model.layer_kinds.items() if kind.mlp == "dense")
+    if dense and not model.ffn:
+        yield f"model.ffn is 0 but {dense} layers have a dense MLP: try {4 * model.hidden}"
+
+
+def _mamba_problems(model: Model) -> Iterator[str]:
+    pattern = f"model.attention_pattern is {list(model.attention_pattern)!s:.80}"
+    if ("mamba" in model.attention_pattern) != (model.mamba is not None):
+        other = "is missing" if model.mamba is None else "is given"
+        yield f"{pattern} but mamba {other}: give mamba layers and their heads, or neither"
+    if "none" in model.attention_pattern and not model.one_sublayer:
+        yield f"{pattern} but one_sublayer is false: try full in the place of none, or one_sublayer: true"
+    if model.one_sublayer and (model.norm_placement != "pre" or model.parallel_residual != "none"):
+        field, value = ("norm_placement", "pre") if model.norm_placement != "pre" else ("parallel_residual", "none")
+        yield f"model.{field} is {getattr(model, field)} but with one_sublayer it must be {value}: try {value}"
 
 
 def _rope_problems(model: Model, rope_type: RopeType) -> Iterator[str]:

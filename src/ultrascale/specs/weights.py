@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ultrascale.specs.blocks import LayerKind
 
 if TYPE_CHECKING:
     from ultrascale.specs.model import Model
@@ -51,6 +53,8 @@ def norm(model: Model) -> WeightShape:
 
 def norms(model: Model) -> list[WeightShape]:
     """Of one layer, those of queries and keys left out."""
+    if model.one_sublayer:
+        return [norm(model)]
     return [norm(model)] * (4 if model.norm_placement == "both" else 1 if model.parallel_residual == "one_norm" else 2)
 
 
@@ -87,6 +91,23 @@ def linear_attention(model: Model) -> list[WeightShape]:
         *[WeightShape(linear.value_heads, 1, "rows", matmul=False)] * 2,
         WeightShape(linear.value_head_dim, matmul=False, partial=True),
         WeightShape(h, linear.value_dim, "width"),
+    ]
+
+
+def mamba(model: Model) -> list[WeightShape]:
+    """Of a Mamba-2 layer: projections to gate, x, B, C and step size; convolutions; decay, bias of the step and skip of each
+    head; the norm of its output.
+    """
+    mamba, h = model.mamba, model.hidden
+    if mamba is None:
+        return []
+    convolved = (mamba.inner_dim, mamba.group_dim, mamba.group_dim)
+    return [
+        *(WeightShape(rows, h, "rows") for rows in (mamba.inner_dim, *convolved, mamba.heads)),
+        *(WeightShape(rows, mamba.conv_kernel, "rows", matmul=False) for rows in convolved),
+        *(WeightShape(rows, 1, "rows", matmul=False) for rows in (*convolved * mamba.conv_bias, *[mamba.heads] * 3)),
+        WeightShape(mamba.inner_dim, 1, "rows", matmul=False),
+        WeightShape(h, mamba.inner_dim, "width"),
     ]
 
 
@@ -153,17 +174,27 @@ def adapters(model: Model, rank: int, everywhere: bool, joint: bool) -> list[Wei
     return found
 
 
-def layer_weights(model: Model, moe: bool, linear: bool = False) -> list[WeightShape]:
-    """Of one layer, routed experts left out; `linear`: it has linear attention."""
-    trunk = [*(linear_attention(model) if linear else attention(model)), *norms(model)]
-    return [*trunk, *(router(model) + shared_expert(model) if moe else mlp(model, model.ffn))]
+def mixer(model: Model, kind: LayerKind) -> list[WeightShape]:
+    """Of attention, or of what is in its place."""
+    if kind.mixer == "none":
+        return []
+    return {"attention": attention, "linear": linear_attention, "mamba": mamba}[kind.mixer](model)
+
+
+def layer_weights(model: Model, kind: LayerKind) -> list[WeightShape]:
+    """Of one layer, routed experts left out."""
+    trunk = [*mixer(model, kind), *norms(model)]
+    if kind.mlp == "none":
+        return trunk
+    return [*trunk, *(router(model) + shared_expert(model) if kind.mlp == "moe" else mlp(model, model.ffn))]
 
 
 def mean_of_layers(model: Model, moe: bool, of: Callable[[list[WeightShape]], Number]) -> Number:
     """Of a layer's weights, in the mean over layers with and without linear attention."""
     share = model.linear_share(moe) if model.linear_attention is not None else 0.0
-    full = of(layer_weights(model, moe))
-    return full if not share else (1 - share) * full + share * of(layer_weights(model, moe, linear=True))
+    mlp: Literal["moe", "dense"] = "moe" if moe else "dense"
+    full = of(layer_weights(model, LayerKind("attention", mlp)))
+    return full if not share else (1 - share) * full + share * of(layer_weights(model, LayerKind("linear", mlp)))
 
 
 def positions(model: Model) -> list[WeightShape]:

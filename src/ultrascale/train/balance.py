@@ -29,8 +29,8 @@ class RouterLoads:
     table: Tensor
     """[MoE layers, experts + 2], in host memory or being copied there: the sum of Router.stats over all ranks"""
     sequences: int
-    dense_layers: int
-    """layers before the first MoE layer"""
+    layers: tuple[int, ...]
+    """of the model, those of the rows"""
 
     @property
     def tokens(self) -> Tensor:
@@ -50,7 +50,7 @@ class RouterLoads:
     @property
     def broken(self) -> tuple[int, ...]:
         """Layers whose router's scores were NaN or infinite."""
-        return tuple(self.dense_layers + int(row) for row in torch.nonzero(~self.table[:, -2].isfinite()).flatten())
+        return tuple(self.layers[int(row)] for row in torch.nonzero(~self.table[:, -2].isfinite()).flatten())
 
     @property
     def busiest(self) -> tuple[float, ...]:
@@ -84,6 +84,7 @@ class RouterBalance:
         moe = job.model.moe
         assert moe is not None
         self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
+        self.layers = tuple(filter(job.model.is_moe_layer, range(job.model.layers)))
         self.weights = {weight.shard.name: weight for weight in weights}
         self.balance_grad = torch.zeros((), device=mesh.device)
         for router in routers.values():
@@ -95,20 +96,19 @@ class RouterBalance:
     def set_loss_weight(self, weight: float) -> None:
         """Called before a step's first forward. `weight`: the factor of the gradients of one token's loss."""
         # The loss is a mean over sequences and layers. Each tp rank computes all of it, and their gradients are summed.
-        share = self.training.balance_loss / (self.job.model.moe_layers * self.mesh.tp.size)
+        share = self.training.balance_loss / (len(self.layers) * self.mesh.tp.size)
         self.balance_grad.fill_(share * weight * self.job.seq)
 
     def take(self, sequences: int) -> RouterLoads:
         """The loads of a step with so many sequences, the same on every rank; called after its last backward."""
-        moe, layers = self.moe, self.job.model.moe_layers
-        table = torch.zeros(layers, moe.experts + 2, device=self.mesh.device)
+        table = torch.zeros(len(self.layers), self.moe.experts + 2, device=self.mesh.device)
         for layer, router in self.routers.items():
             stats = router.pop_stats()
             if self.mesh.tp.rank == 0:
-                table[layer - moe.dense_layers] = stats
+                table[self.layers.index(layer)] = stats
         # Asynchronous: reading the step's loss later synchronizes with the device.
         table = comm.all_reduce(table, self.mesh.world).to("cpu", non_blocking=True)
-        return RouterLoads(table, sequences, moe.dense_layers)
+        return RouterLoads(table, sequences, self.layers)
 
     @torch.no_grad()
     def update_biases(self, loads: RouterLoads) -> None:
@@ -116,7 +116,7 @@ class RouterBalance:
         for layer in self.routers:
             weight = self.weights.get(bias_name(layer))
             if weight is not None:
-                tokens = loads.tokens[layer - self.moe.dense_layers]
+                tokens = loads.tokens[self.layers.index(layer)]
                 change = self.training.router_bias_rate * (tokens.mean() - tokens).sign()
                 weight.master.add_(change.to(weight.master.device))
                 weight.local.copy_(weight.master)

@@ -55,9 +55,9 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
             "sequences: try cp=1 or train.document_mask=false"
         )
-    if training.document_mask and job.model.linear_layers:
+    if training.document_mask and job.model.recurrence:
         yield (
-            "train.document_mask is true but states of linear attention go on from document to document: try "
+            f"train.document_mask is true but states of {job.model.recurrence} go on from document to document: try "
             "train.document_mask=false"
         )
     if training.tp_chunks > 1 and layout.tp > 1 and layout.sequence_parallel:

@@ -74,8 +74,8 @@ def compiled(job: Job, columns: LayoutColumns) -> Array:
 
 
 def can_compile(job: Job) -> bool:
-    """The plain gated delta rule is a loop over chunks."""
-    return job.model.linear_attention is None or delta_rule_problem(job) is None
+    """The plain gated delta rule and Mamba-2 are loops over chunks."""
+    return job.model.recurrence is None or delta_rule_problem(job) is None
 
 
 def delta_rule_kernels(job: Job) -> bool:
@@ -143,8 +143,10 @@ def fused_blocks_problem(job: Job) -> str | None:
         return f"{model.name} has experts"
     if model.mla is not None:
         return f"{model.name} has latent attention"
-    if model.linear_attention is not None or model.attention_gate:
-        return f"{model.name} has linear attention, or gates of attention"
+    if model.recurrence is not None or model.attention_gate:
+        return f"{model.name} has {model.recurrence or 'gates of attention'}"
+    if model.one_sublayer:
+        return f"layers of {model.name} have one sublayer"
     if model.norm != "rmsnorm" or model.activation != "swiglu" or model.positions != "rotary":
         return f"{model.name} is not of RMSNorm, SwiGLU and rotary positions"
     if model.norm_placement != "pre" or model.parallel_residual != "none" or model.residual_scale != 1:
