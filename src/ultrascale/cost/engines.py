@@ -126,6 +126,19 @@ def _sliding_window_sentence(job: Job, x: Layout) -> str:
     )
 
 
+def _recurrence_has_heads(job: Job, c: LayoutColumns) -> Array:
+    groups = legality.recurrent_groups(job.model)
+    return np.asarray((c.cp == 1) | (groups is None or groups[1] % (c.tp * c.cp) == 0))
+
+
+def _recurrence_sentence(job: Job, x: Layout) -> str:
+    field, count = legality.recurrent_groups(job.model) or ("", 1)
+    return (
+        f"layout.cp·tp is {x.cp}·{x.tp} = {x.cp * x.tp} but must divide {field} = {count}: try "
+        f"cp={near(x.cp, divisors(max(1, count // x.tp)))}"
+    )
+
+
 def _experts_sentence(job: Job, x: Layout) -> str:
     experts = job.model.moe.experts if job.model.moe is not None else 1
     allowed = [ep for ep in divisors(x.data_ranks) if experts % ep == 0]
@@ -178,11 +191,7 @@ _COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
             lambda job, x: "layout.offload = parameters keeps shards on the host, and one rank has none: try offload=optimizer",
         ),
         Rule(("cp", "context_parallel"), _keeps_sliding_window, _sliding_window_sentence),
-        Rule(
-            ("cp",),
-            lambda job, c: np.asarray((c.cp == 1) | (job.model.recurrence is None)),
-            lambda job, x: f"layout.cp is {x.cp} but states of {job.model.recurrence} are not passed between ranks: try cp=1",
-        ),
+        Rule(("cp", "tp"), _recurrence_has_heads, _recurrence_sentence),
         Rule(("ep", "dp", "cp"), lambda job, c: np.asarray(c.data_ranks % c.ep == 0), _experts_sentence),
         Rule(
             ("ep", "zero", "zero_shards"),

@@ -37,11 +37,11 @@ def _gpus(job: Job, layout: Layout) -> str:
 def _tp_cuts_heads(job: Job, c: LayoutColumns) -> Array:
     model = job.model
     kv = (model.kv_heads % c.tp == 0) | (c.tp % model.kv_heads == 0)
-    recurrent = 0 if (groups := _recurrent_groups(model)) is None else groups[1] % c.tp
+    recurrent = 0 if (groups := recurrent_groups(model)) is None else groups[1] % c.tp
     return np.asarray((model.heads % c.tp == 0) & kv & (recurrent == 0))
 
 
-def _recurrent_groups(model: Model) -> tuple[str, int] | None:
+def recurrent_groups(model: Model) -> tuple[str, int] | None:
     """The field of the groups of heads that linear attention or Mamba-2 is cut by, and their number."""
     if model.mamba is not None:
         return "mamba.groups", model.mamba.groups
@@ -51,7 +51,7 @@ def _recurrent_groups(model: Model) -> tuple[str, int] | None:
 def _tp_sentence(job: Job, layout: Layout) -> str:
     model = job.model
     allowed = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
-    if (groups := _recurrent_groups(model)) is not None and groups[1] % layout.tp:
+    if (groups := recurrent_groups(model)) is not None and groups[1] % layout.tp:
         field, count = groups
         hint = near(layout.tp, [d for d in allowed if count % d == 0])
         return f"layout.tp is {layout.tp} but must divide {field} = {count}: try {hint}"

@@ -300,7 +300,8 @@ def check_delta_rule(job: Job, layout: Layout, dtype: torch.dtype, device: torch
     linear = job.model.linear_attention
     if device.type != "cuda" or linear is None:
         return None
-    heads = linear.key_heads // layout.tp, linear.value_heads // layout.tp
+    ranks = layout.tp * layout.cp
+    heads = linear.key_heads // ranks, linear.value_heads // ranks
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:

@@ -26,6 +26,22 @@ CHUNK = 64  # tokens
 NORM_EPS = 1e-6  # of queries and keys, which are scaled to length one
 
 
+class SequenceOfHeads:
+    """How a layer whose heads pass states from token to token gets its sequence: here this rank holds it, with all heads."""
+
+    def gather(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Of inputs [b, this rank's tokens, channels in the order of heads], all tokens and the channels of its heads."""
+        return inputs
+
+    def scatter(self, heads: Tensor) -> Tensor:
+        """The way back: [b, all tokens, its heads, …] to [b, this rank's tokens, heads, …]."""
+        return heads
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Of a parameter [channels or heads, …], its heads' part."""
+        return parameter
+
+
 class ShortConvolution(nn.Module):
     """A causal convolution of each channel over a few tokens, then SiLU, of several inputs [b, s, channels]."""
 
@@ -37,9 +53,9 @@ class ShortConvolution(nn.Module):
             if bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(count)))
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        of_each = ([getattr(self, key) for key in (name, f"{name}_bias") if hasattr(self, key)] for name in self.names)
-        return tuple(recomputed(_convolve, x, *parameters) for x, parameters in zip(inputs, of_each, strict=True))
+    def forward(self, *inputs: Tensor, sequence: SequenceOfHeads) -> tuple[Tensor, ...]:
+        own = ((getattr(self, key) for key in (name, f"{name}_bias") if hasattr(self, key)) for name in self.names)
+        return tuple(recomputed(_convolve, x, *map(sequence.own, each)) for x, each in zip(inputs, own, strict=True))
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,17 +87,19 @@ class GatedDeltaNet(nn.Module):
         self.log_decay = nn.Parameter(torch.empty(linear.value_heads))
         self.decay_bias = nn.Parameter(torch.empty(linear.value_heads))
         self.core = GatedDeltaRule()
+        self.sequence = SequenceOfHeads()
         self.output_norm = RMSNorm(linear.value_head_dim, model.norm_eps)
         self.out = nn.Linear(linear.value_dim, model.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: Rope | None = None, bias: Mask | None = None) -> Tensor:
         q, k, v, gate, step, decay = self.inputs(x)
-        q, k, v = self.conv(q, k, v)
+        q, k, v, step, decay = self.sequence.gather(q, k, v, step, decay)
+        q, k, v = self.conv(q, k, v, sequence=self.sequence)
         q, k = (one.unflatten(-1, (-1, self.key_head_dim)) for one in (q, k))
         v, gate = (one.unflatten(-1, (-1, self.value_head_dim)) for one in (v, gate))
-        rate = at_least_fp32(self.log_decay).exp()
-        log_decay = -rate * F.softplus(at_least_fp32(decay) + at_least_fp32(self.decay_bias))
-        heads = self.core(q, k, v, log_decay, at_least_fp32(step).sigmoid())
+        log_rate, bias = (at_least_fp32(self.sequence.own(one)) for one in (self.log_decay, self.decay_bias))
+        log_decay = -log_rate.exp() * F.softplus(at_least_fp32(decay) + bias)
+        heads = self.sequence.scatter(self.core(q, k, v, log_decay, at_least_fp32(step).sigmoid()))
         gated = self.output_norm(heads) * F.silu(gate)
         out: Tensor = self.out(gated.flatten(-2))
         return out

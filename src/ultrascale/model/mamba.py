@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ultrascale.model.linear_attention import CHUNK, ShortConvolution, recomputed
+from ultrascale.model.linear_attention import CHUNK, SequenceOfHeads, ShortConvolution, recomputed
 from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.rotary import Rope
 from ultrascale.model.self_attention import Mask, MultiLinear
@@ -32,15 +32,18 @@ class Mamba2Mixer(nn.Module):
         self.conv = ShortConvolution(convolved, mamba.conv_kernel, mamba.conv_bias)
         self.step_bias, self.log_rate, self.skip = (nn.Parameter(torch.empty(mamba.heads)) for _ in range(3))
         self.core = StateSpace(mamba.min_step)
+        self.sequence = SequenceOfHeads()
         self.gated_norm = GatedGroupNorm(mamba.inner_dim, mamba.inner_dim // mamba.groups, model.norm_eps)
         self.out = nn.Linear(mamba.inner_dim, model.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: Rope | None = None, bias: Mask | None = None) -> Tensor:
         gate, x, b, c, step = self.inputs(x)
-        x, b, c = self.conv(x, b, c)
+        x, b, c, step = self.sequence.gather(x, b, c, step)
+        x, b, c = self.conv(x, b, c, sequence=self.sequence)
         b, c = (torch.unflatten(one, -1, (-1, self.state_dim)) for one in (b, c))
-        heads = self.core(torch.unflatten(x, -1, (-1, self.head_dim)), b, c, step, self.step_bias, self.log_rate, self.skip)
-        out: Tensor = self.out(self.gated_norm(heads.flatten(-2), gate))
+        of_heads = map(self.sequence.own, (self.step_bias, self.log_rate, self.skip))
+        heads = self.core(torch.unflatten(x, -1, (-1, self.head_dim)), b, c, step, *of_heads)
+        out: Tensor = self.out(self.gated_norm(self.sequence.scatter(heads).flatten(-2), gate))
         return out
 
 

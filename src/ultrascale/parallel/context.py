@@ -6,7 +6,8 @@ Four variants, for causal attention:
 - `ring`: sends keys and values around a ring, one slice per step (Liu et al. 2023), overlapped with attention over the slice
   received before. The causal mask leaves one slice to rank 0 and all of them to the last rank.
 - `zigzag`: the same ring, but rank r holds slices r and 2·cp − 1 − r, so that all ranks have equal work.
-- `ulysses`: an all-to-all reshards from sequence to heads, and another one back (Jacobs et al. 2023).
+- `ulysses`: an all-to-all reshards from sequence to heads, and another one back (Jacobs et al. 2023). So do linear attention
+  and Mamba-2 under every variant: their states go through the whole sequence.
 
 The first three compute attention in tiles of queries and keys, merged by their log-sum-exp in fp32, and save for backward
 only this rank's q, k, v, output and log-sum-exp: backward fetches the other ranks' keys and values again.
@@ -23,6 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels import fused
 from ultrascale.model.attention import Gradients, TileAttention, add_sinks, padded, sinks_gradient
+from ultrascale.model.latent_attention import LatentAttention
+from ultrascale.model.linear_attention import GatedDeltaNet, SequenceOfHeads
+from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.self_attention import Attention, CausalAttention
 from ultrascale.parallel import comm
@@ -42,16 +46,49 @@ def positions(seq: int, axis: Axis, variant: ContextParallel) -> Tensor:
 
 
 def apply(model: nn.Module, axis: Axis, variant: ContextParallel, seq: int | None = None) -> None:
-    """Replaces the core of every attention layer. A sliding window at least as long as `seq` is ignored."""
+    """Replaces the core of every attention layer. A sliding window at least as long as `seq` is ignored.
+
+    Linear attention and Mamba-2 get whole sequences of a part of the heads, whatever the variant.
+    """
     if axis.size == 1:
         return
     model.context_ranks = axis.size  # type: ignore[assignment]  # rotary scaling may depend on the whole length
     for block in cast(nn.ModuleDict, model.blocks).values():
-        attention = cast(Attention, block.attention)
-        core = attention.core
+        if isinstance(block.attention, GatedDeltaNet | Mamba2Mixer):
+            block.attention.sequence = SwitchedHeads(axis, variant)
+        if not isinstance(block.attention, Attention | LatentAttention):
+            continue
+        attention, core = block.attention, block.attention.core
         if core.sliding_window is not None and seq is not None and core.sliding_window >= seq:
             core.sliding_window = None
         attention.core = cast(CausalAttention, ContextCore(axis, variant, core))
+
+
+class SwitchedHeads(SequenceOfHeads):
+    """An all-to-all from slices of the sequence to parts of the heads, and another one back."""
+
+    def __init__(self, axis: Axis, variant: ContextParallel) -> None:
+        self.axis = axis
+        last = 2 * axis.size - 1
+        self.held = [half for rank in range(axis.size) for half in (rank, last - rank)] if variant == "zigzag" else None
+        """which halves of slices the ranks hold, one after the other; None: in order"""
+
+    def gather(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        parts = [torch.unflatten(one, -1, (self.axis.size, -1)) for one in inputs]
+        whole = switch(torch.cat(parts, -1).flatten(-2), self.axis, split_dim=2, concat_dim=1)
+        if self.held is not None:
+            halves = whole.chunk(len(self.held), 1)
+            whole = torch.cat([halves[self.held.index(half)] for half in range(len(halves))], 1)
+        return torch.split(whole, [part.shape[-1] for part in parts], -1)
+
+    def scatter(self, heads: Tensor) -> Tensor:
+        if self.held is not None:
+            halves = heads.chunk(len(self.held), 1)
+            heads = torch.cat([halves[half] for half in self.held], 1)
+        return switch(heads, self.axis, split_dim=1, concat_dim=2)
+
+    def own(self, parameter: Tensor) -> Tensor:
+        return parameter.chunk(self.axis.size)[self.axis.rank]
 
 
 class ContextCore(nn.Module):
