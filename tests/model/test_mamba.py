@@ -9,14 +9,14 @@ from ultrascale.model.mamba import GatedGroupNorm, state_space
 
 
 def recurrence(
-    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, step: torch.Tensor, rate: torch.Tensor, skip: torch.Tensor
+    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, step: torch.Tensor, log_decay: torch.Tensor, skip: torch.Tensor
 ) -> torch.Tensor:
     b, c = (one.repeat_interleave(x.shape[2] // b.shape[2], 2) for one in (b, c))
     state = x.new_zeros(x.shape[0], x.shape[2], b.shape[-1], x.shape[-1])
     outputs = []
     for token in range(x.shape[1]):
         written = torch.einsum("bhn,bhp->bhnp", b[:, token] * step[:, token, :, None], x[:, token])
-        state = state * (-rate * step[:, token]).exp()[..., None, None] + written
+        state = state * log_decay[:, token].exp()[..., None, None] + written
         outputs.append(torch.einsum("bhn,bhnp->bhp", c[:, token], state) + skip[:, None] * x[:, token])
     return torch.stack(outputs, 1)
 
@@ -29,7 +29,7 @@ def test_chunks_compute_the_recurrence(length: int, chunk: int) -> None:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
     inputs = [draw(2, length, 6, 5), draw(2, length, 3, 7), draw(2, length, 3, 7)]
-    inputs += [draw(2, length, 6).abs(), draw(6).abs(), draw(6)]
+    inputs += [draw(2, length, 6).abs(), -draw(2, length, 6).abs(), draw(6)]
     mine, wanted = ([one.clone().requires_grad_() for one in inputs] for _ in range(2))
     out, expected = state_space(*mine, chunk=chunk), recurrence(*wanted)
     torch.testing.assert_close(out, expected)
@@ -44,7 +44,7 @@ def test_decays_over_a_whole_chunk_stay_finite() -> None:
     """exp of the sum of decays underflows; its inverse would overflow."""
     x, b, c = (torch.randn(1, 128, 2, 4) for _ in range(3))
     step = torch.full((1, 128, 2), 40.0, requires_grad=True)
-    out = state_space(x, b, c, step, torch.ones(2), torch.ones(2))
+    out = state_space(x, b, c, step, -step, torch.ones(2))
     out.sum().backward()
     assert out.isfinite().all()
     assert step.grad is not None

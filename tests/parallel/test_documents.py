@@ -46,6 +46,13 @@ def test_layouts_equal_one_process(name: str, training: Training) -> None:
     check("llama", training, **LAYOUTS[name])
 
 
+@pytest.mark.quick_cases("qwen3-next-family, tp with sequences", "mamba, zero 3, full recompute")
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("model", ["qwen3-next-family", "mamba"])
+def test_states_begin_anew_with_each_document_in_every_layout(model: str, name: str, training: Training) -> None:
+    check(model, training, evaluate=True, **LAYOUTS[name])
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.model.operators import RMSNorm, at_least_fp32
 from ultrascale.model.rotary import Rope
-from ultrascale.model.self_attention import Mask, MultiLinear
+from ultrascale.model.self_attention import MultiLinear
 from ultrascale.specs.blocks import LinearAttention
 from ultrascale.specs.model import Model
 
 CHUNK = 64  # tokens
 NORM_EPS = 1e-6  # of queries and keys, which are scaled to length one
+FORGET = -40.0
+"""log decay of a document's first token: e⁻⁴⁰ is nothing beside 1, and sums of it keep their digits"""
 
 
 class SequenceOfHeads:
@@ -53,18 +56,30 @@ class ShortConvolution(nn.Module):
             if bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(count)))
 
-    def forward(self, *inputs: Tensor, sequence: SequenceOfHeads) -> tuple[Tensor, ...]:
-        own = ((getattr(self, key) for key in (name, f"{name}_bias") if hasattr(self, key)) for name in self.names)
-        return tuple(recomputed(_convolve, x, *map(sequence.own, each)) for x, each in zip(inputs, own, strict=True))
+    def forward(self, *inputs: Tensor, sequence: SequenceOfHeads, starts: Tensor | None = None) -> tuple[Tensor, ...]:
+        age = [] if starts is None else [_since(starts).unsqueeze(-1)]
+        own = ([getattr(self, key) for key in (name, f"{name}_bias") if hasattr(self, key)] for name in self.names)
+        convolve = partial(_convolve, has_bias=hasattr(self, f"{self.names[0]}_bias"))
+        return tuple(recomputed(convolve, x, *map(sequence.own, each), *age) for x, each in zip(inputs, own, strict=True))
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _since(starts: Tensor) -> Tensor:
+    """[b, s]: how many tokens of its document each has before it."""
+    places = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    return places - places.where(starts, 0).cummax(1).values
+
+
+def _convolve(x: Tensor, weight: Tensor, *others: Tensor, has_bias: bool) -> Tensor:
+    """`others`: a bias, if it has one, and how many tokens of its document each token [b, s, 1] has before it."""
     taps = weight.to(x.dtype).squeeze(1).unbind(-1)
     padded = F.pad(x, (0, 0, len(taps) - 1, 0))
-    found = padded[:, : x.shape[1]] * taps[0]
-    for index, tap in enumerate(taps[1:], 1):
-        found = found + padded[:, index : index + x.shape[1]] * tap
-    return F.silu(found if bias is None else found + bias.to(x.dtype))
+    found = x * taps[-1]
+    for index, tap in enumerate(taps[:-1]):
+        before = padded[:, index : index + x.shape[1]]
+        if others[has_bias:]:
+            before = before.where(others[-1] >= len(taps) - 1 - index, 0)
+        found = found + before * tap
+    return F.silu(found + others[0].to(x.dtype) if has_bias else found)
 
 
 class GatedDeltaNet(nn.Module):
@@ -91,14 +106,17 @@ class GatedDeltaNet(nn.Module):
         self.output_norm = RMSNorm(linear.value_head_dim, model.norm_eps)
         self.out = nn.Linear(linear.value_dim, model.hidden, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope | None = None, bias: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None = None, starts: Tensor | None = None) -> Tensor:
+        """`starts` [b, s]: which tokens begin a document, with a new state."""
         q, k, v, gate, step, decay = self.inputs(x)
         q, k, v, step, decay = self.sequence.gather(q, k, v, step, decay)
-        q, k, v = self.conv(q, k, v, sequence=self.sequence)
+        q, k, v = self.conv(q, k, v, sequence=self.sequence, starts=starts)
         q, k = (one.unflatten(-1, (-1, self.key_head_dim)) for one in (q, k))
         v, gate = (one.unflatten(-1, (-1, self.value_head_dim)) for one in (v, gate))
         log_rate, bias = (at_least_fp32(self.sequence.own(one)) for one in (self.log_decay, self.decay_bias))
         log_decay = -log_rate.exp() * F.softplus(at_least_fp32(decay) + bias)
+        if starts is not None:
+            log_decay = log_decay.masked_fill(starts.unsqueeze(-1), FORGET)
         heads = self.sequence.scatter(self.core(q, k, v, log_decay, at_least_fp32(step).sigmoid()))
         gated = self.output_norm(heads) * F.silu(gate)
         out: Tensor = self.out(gated.flatten(-2))
@@ -144,9 +162,12 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
         with torch.enable_grad():
-            inputs = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-            return (None, *torch.autograd.grad(ctx.function(*inputs), inputs, grad))
+            inputs = [one.detach().requires_grad_(asked) for one, asked in zip(ctx.saved_tensors, needed, strict=True)]
+            asked_for = [one for one in inputs if one.requires_grad]
+            found = iter(torch.autograd.grad(ctx.function(*inputs), asked_for, grad))
+        return (None, *(next(found) if one.requires_grad else None for one in inputs))
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor, chunk: int = CHUNK) -> Tensor:

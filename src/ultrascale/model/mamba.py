@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ultrascale.model.linear_attention import CHUNK, SequenceOfHeads, ShortConvolution, recomputed
+from ultrascale.model.linear_attention import CHUNK, FORGET, SequenceOfHeads, ShortConvolution, recomputed
 from ultrascale.model.operators import at_least_fp32
 from ultrascale.model.rotary import Rope
-from ultrascale.model.self_attention import Mask, MultiLinear
+from ultrascale.model.self_attention import MultiLinear
 from ultrascale.specs.blocks import Mamba2
 from ultrascale.specs.model import Model
 
@@ -36,13 +36,15 @@ class Mamba2Mixer(nn.Module):
         self.gated_norm = GatedGroupNorm(mamba.inner_dim, mamba.inner_dim // mamba.groups, model.norm_eps)
         self.out = nn.Linear(mamba.inner_dim, model.hidden, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope | None = None, bias: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None = None, starts: Tensor | None = None) -> Tensor:
+        """`starts` [b, s]: which tokens begin a document, with a new state."""
         gate, x, b, c, step = self.inputs(x)
         x, b, c, step = self.sequence.gather(x, b, c, step)
-        x, b, c = self.conv(x, b, c, sequence=self.sequence)
+        x, b, c = self.conv(x, b, c, sequence=self.sequence, starts=starts)
         b, c = (torch.unflatten(one, -1, (-1, self.state_dim)) for one in (b, c))
         of_heads = map(self.sequence.own, (self.step_bias, self.log_rate, self.skip))
-        heads = self.core(torch.unflatten(x, -1, (-1, self.head_dim)), b, c, step, *of_heads)
+        begins = () if starts is None else (starts.unsqueeze(-1),)
+        heads = self.core(torch.unflatten(x, -1, (-1, self.head_dim)), b, c, step, *of_heads, *begins)
         out: Tensor = self.out(self.gated_norm(self.sequence.scatter(heads).flatten(-2), gate))
         return out
 
@@ -50,7 +52,7 @@ class Mamba2Mixer(nn.Module):
 class StateSpace(nn.Module):
     """x [b, s, heads, p], b and c [b, s, groups, n], step [b, s, heads], step_bias, log_rate and skip [heads] -> like x.
 
-    Computed in fp32: decays over a chunk are exponentials of sums.
+    With documents also which tokens [b, s, 1] begin one. Computed in fp32: decays over a chunk are exponentials of sums.
     """
 
     def __init__(self, min_step: float) -> None:
@@ -61,10 +63,13 @@ class StateSpace(nn.Module):
         return recomputed(self.compute, *inputs)
 
     def compute(
-        self, x: Tensor, b: Tensor, c: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor
+        self, x: Tensor, b: Tensor, c: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, *starts: Tensor
     ) -> Tensor:
         step = F.softplus(at_least_fp32(step) + at_least_fp32(step_bias)).clamp(min=self.min_step)
-        return state_space(x, b, c, step, at_least_fp32(log_rate).exp(), at_least_fp32(skip))
+        log_decay = -at_least_fp32(log_rate).exp() * step
+        for begins in starts:
+            log_decay = log_decay.masked_fill(begins, FORGET)
+        return state_space(x, b, c, step, log_decay, at_least_fp32(skip))
 
 
 class GatedGroupNorm(nn.Module):
@@ -85,15 +90,15 @@ class GatedGroupNorm(nn.Module):
         return normed
 
 
-def state_space(x: Tensor, b: Tensor, c: Tensor, step: Tensor, rate: Tensor, skip: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Rate and skip [heads], the rest as StateSpace has it, with the step's final values."""
+def state_space(x: Tensor, b: Tensor, c: Tensor, step: Tensor, log_decay: Tensor, skip: Tensor, chunk: int = CHUNK) -> Tensor:
+    """log_decay like step, the rest as StateSpace has it, with the step's final values."""
     batch, length, heads, width = x.shape
     groups, states = b.shape[2:]
     each = heads // groups
     # [batch · chunks · groups, tokens, …], contiguous; padding has step 0, which changes no state.
     written, read = (_chunks(at_least_fp32(one).unsqueeze(3), chunk) for one in (b, c))
     values = _chunks(torch.unflatten(at_least_fp32(x) * step.unsqueeze(-1), 2, (groups, each)), chunk)
-    logs = _chunks(torch.unflatten(-rate * step, 2, (groups, each)).unsqueeze(-1), chunk)
+    logs = _chunks(torch.unflatten(log_decay, 2, (groups, each)).unsqueeze(-1), chunk)
 
     total = logs.squeeze(-1).cumsum(1).mT  # [n, heads of a group, tokens]
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()

@@ -203,14 +203,17 @@ class Transformer(nn.Module):
         """x: tokens [b, s], or hidden states [b, s, hidden] in a stage without embedding; positions [s]: of these tokens.
 
         Returns hidden states in a stage without head; otherwise logits, or the summed loss of `targets` [b, s]. `documents`
-        [b, s]: the document index of each token; attention stays within a document.
+        [b, s]: the document index of each token; attention stays within a document, and states begin anew.
         """
         if self.embed is not None:
             x = self.embed(x, positions)
         ropes, masks = self._ropes(x, positions), self._masks(x, len(positions), documents)
+        starts = () if documents is None else (_starts(documents),)
         for name, block in self.blocks.items():
-            window, rotates = self.model.window(int(name)), self.model.rotates(int(name))
-            x = block(x, ropes[window is not None] if rotates else None, *masks[window is not None])
+            index = int(name)
+            local, rotates = self.model.window(index) is not None, self.model.rotates(index)
+            has_state = self.model.kind(index).mixer in ("linear", "mamba")
+            x = block(x, ropes[local] if rotates else None, *(starts if has_state else masks[local]))
         if self.head is not None:
             x = self.head(x, targets)
         return x
@@ -258,6 +261,11 @@ class Transformer(nn.Module):
     def _has_plain_cores(self) -> bool:
         cores = (block.attention.core for block in self.each_block() if block.attention is not None)
         return all(isinstance(core, CausalAttention | GatedDeltaRule | StateSpace) for core in cores)
+
+
+def _starts(documents: Tensor) -> Tensor:
+    """[b, s]: which tokens are the first of their document."""
+    return documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
 
 
 def document_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:

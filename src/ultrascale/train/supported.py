@@ -55,11 +55,6 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             f"layout.cp is {layout.cp} but train.document_mask keeps attention within documents only where a rank has whole "
             "sequences: try cp=1 or train.document_mask=false"
         )
-    if training.document_mask and job.model.recurrence:
-        yield (
-            f"train.document_mask is true but states of {job.model.recurrence} go on from document to document: try "
-            "train.document_mask=false"
-        )
     if training.tp_chunks > 1 and layout.tp > 1 and layout.sequence_parallel:
         yield from _chunk_problems(training.tp_chunks, layout.mbs, job.seq // layout.cp // layout.tp)
     if job.precision == "fp8" and training.z_loss > FP8_MAX_Z_LOSS:
