@@ -21,6 +21,9 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 
+SMALL = Path(__file__).with_name("small.yaml")
+"""A model file for runs of which the model is not the subject."""
+
 
 def make_job(
     model: str | Model = "llama-3-8b",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from builders import write_tokens
+from builders import SMALL, write_tokens
 from conftest import Run
 from ultrascale.launch import launcher
 from ultrascale.launch.launcher import Trainer
@@ -30,7 +30,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run = tmp_path_factory.mktemp("kept") / "run"
     words = [*(str(word) for word in WORDS[2:]), "job.seq=32", "train.steps=4", "checkpoint.every=1", "layout.tp=2"]
-    launcher.train(from_model(Model.load("tiny"), Overrides.parse(words), 2), run, 2, quiet=True)
+    launcher.train(from_model(Model.load(SMALL), Overrides.parse(words), 2), run, 2, quiet=True)
     return run
 
 
@@ -64,7 +64,7 @@ def test_a_run_ends_at_its_loss(run: Run, tmp_path: Path, evaluating: bool) -> N
     out, every = tmp_path / "run", 2 if evaluating else 0
     words = ("--seq", 32, "--nproc", 2, "train.lr=1e-2", "train.warmup_steps=0", "layout.tp=2", f"train.eval_every={every}")
     ends = ("train.stop_at_loss=4.5", "checkpoint.every=1")
-    code, printed, err = run("train", "--model", "tiny", "--steps", 40, "--out", out, *words, *ends)
+    code, printed, err = run("train", "--model", SMALL, "--steps", 40, "--out", out, *words, *ends)
     assert code == 0, err
     kept = checkpoint.latest(out)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -93,7 +93,7 @@ def test_a_restart_of_a_run_that_has_reached_its_loss_does_nothing(
     words = ("--seq", 32, "--steps", 40, "--out", out, "train.stop_at_loss=100")
     monkeypatch.setattr(launcher, "is_restart", lambda folder, rank_info: (folder / "checkpoints").exists())
     for _ in range(2):
-        code, printed, err = run("train", "--model", "tiny", *words)
+        code, printed, err = run("train", "--model", SMALL, *words)
         assert code == 0, err
         assert "ended after step 1 of 40: the loss is 5." in printed
         assert list(curve(out)) == [1]
@@ -104,7 +104,7 @@ def test_a_run_that_resumes_inside_a_ramp_is_the_run_that_was_not_interrupted(ru
     words = ("--seq", 16, "job.batch_tokens=128", "train.batch_ramp=32:64,64:128", "train.eval_every=2", *WORDS[2:])
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     code, _, err = run(
-        "train", "--model", "tiny", "--steps", 5, "--out", whole, *words, "checkpoint.every=1", "checkpoint.keep=0"
+        "train", "--model", SMALL, "--steps", 5, "--out", whole, *words, "checkpoint.every=1", "checkpoint.keep=0"
     )
     assert code == 0, err
     assert "ramp: 32 for 2 steps, 64 for 1 step, then 128 tokens" in " ".join(err.split())
@@ -136,7 +136,7 @@ def test_a_run_that_resumes_inside_a_ramp_is_the_run_that_was_not_interrupted(ru
 def test_a_run_that_ends_in_its_ramp_is_compared_with_the_plan_of_that_batch(run: Run, tmp_path: Path) -> None:
     """Batches of 2, 2, 4, 4 and 8 sequences: two steps have the second, and one of them counts memory."""
     words = ("--seq", 16, "job.batch_tokens=128", "train.batch_ramp=32:64,64:192", *WORDS[2:])
-    code, printed, err = run("train", "--model", "tiny", "--steps", 5, "--out", tmp_path / "ramp", *words)
+    code, printed, err = run("train", "--model", SMALL, "--steps", 5, "--out", tmp_path / "ramp", *words)
     assert code == 0, err
     assert "one step of 64 tokens" in printed
     measured = json.loads((tmp_path / "ramp" / "measurement.json").read_text())
@@ -175,7 +175,7 @@ def test_resuming_with_another_layout_folder_and_step(run: Run, kept: Path, tmp_
 def test_resuming_with_a_plan(run: Run, copied: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     cluster = ("--cluster", "2xh100", "--batch-tokens", 512, "--seq", 32, "--precision", "fp32")
-    assert run("plan", "tiny", *cluster, "--fix", "pp=2", "-o", plan)[0] == 0
+    assert run("plan", SMALL, *cluster, "--fix", "pp=2", "-o", plan)[0] == 0
     code, _, err = run("train", plan, "--resume", copied, "--steps", 5)
     assert code == 0, err
     assert checkpoint.latest(copied).layout.pp == 2
@@ -202,8 +202,8 @@ def test_weights_start_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
         (["--resume", "RUN", "--steps", "9", "--seed", "7"], "train.seed is 7 but the run was trained with 0 up to step 4"),
         (["--resume", "RUN", "--steps", "9", "--data", "stdlib"], "train.data is 'stdlib' but it is not the data"),
         (["--resume", "RUN", "--steps", "9", "--allow-changed", "sed"], "did you mean 'seed'"),
-        (["--model", "tiny", "--allow-changed", "seed"], "--allow-changed is about a run that is resumed"),
-        (["--resume", "RUN", "--steps", "9", "--model", "tiny"], "--resume brings its own model"),
+        (["--model", SMALL, "--allow-changed", "seed"], "--allow-changed is about a run that is resumed"),
+        (["--resume", "RUN", "--steps", "9", "--model", SMALL], "--resume brings its own model"),
         (["--resume", "RUN", "--steps", "9", "--weights", "RUN"], "--resume brings its own model"),
         (["--resume", "RUN", "--steps", "9", "layout.tp=3"], "layout.tp is 3"),
         (["--resume", "RUN", "--steps", "9", "--nproc", "3"], "there are 3 processes"),
@@ -220,10 +220,10 @@ def test_weights_start_a_new_run(run: Run, kept: Path, tmp_path: Path) -> None:
         (["--resume", "RUN/plan.yaml", "--steps", "9"], "holds no complete checkpoint"),
         (["--weights", "EMPTY", "--steps", "9"], "holds no complete checkpoint"),
         (["--weights", "RUN", "--model", "mini", "--steps", "9"], "model.layers is 6 but"),
-        (["--model", "tiny", "--out", "RUN"], "holds a run already"),
-        (["--model", "tiny", "--data", "RUN/nothing"], "RUN/nothing"),
+        (["--model", SMALL, "--out", "RUN"], "holds a run already"),
+        (["--model", SMALL, "--data", "RUN/nothing"], "RUN/nothing"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )
 def test_impossible_resumes_are_refused_without_changes(
     run: Run, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
@@ -231,7 +231,7 @@ def test_impossible_resumes_are_refused_without_changes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     here = {path: path.stat().st_mtime_ns for path in kept.rglob("*")}
-    given = [word.replace("RUN", str(kept)).replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    given = [str(word).replace("RUN", str(kept)).replace("EMPTY", str(tmp_path / "empty")) for word in words]
     code, _, err = run("train", *given)
     assert code == 2, err
     assert sentence.replace("RUN", str(kept)) in err.replace("\n", " ")
@@ -274,7 +274,7 @@ def test_data_is_found_from_any_folder_and_verified(run: Run, tmp_path: Path, mo
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a little text to train on " * 400)
     assert run("data", "tokenize", "texts", "-o", "tokens")[0] == 0
-    begun = run("train", "--model", "tiny", "--seq", 32, "--steps", 2, "--data", "tokens:0.7,stdlib:0.30", "--out", "run")
+    begun = run("train", "--model", SMALL, "--seq", 32, "--steps", 2, "--data", "tokens:0.7,stdlib:0.30", "--out", "run")
     assert begun[0] == 0, begun
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -299,7 +299,7 @@ def test_data_of_which_anything_changed_is_refused_unless_allowed(run: Run, tmp_
     tokens, out = tmp_path / "tokens.bin", tmp_path / "run"
     text = np.random.default_rng(0).integers(0, 256, 200_000, dtype=np.uint16)
     text.tofile(tokens)
-    begun = run("train", "--model", "tiny", "--seq", 32, "--steps", 2, "--data", tokens, "--out", out, "checkpoint.every=1")
+    begun = run("train", "--model", SMALL, "--seq", 32, "--steps", 2, "--data", tokens, "--out", out, "checkpoint.every=1")
     assert begun[0] == 0, begun
     text[3_000] ^= 1  # between the windows that a sample of 65 would look at
     text.tofile(tokens)
@@ -322,7 +322,7 @@ def test_changed_document_ends_are_refused_under_a_document_mask(run: Run, tmp_p
         tokens, out = tmp_path / f"{mask}.bin", tmp_path / mask
         write_tokens(tokens, text, np.array([5_000, 20_000]), 256)
         words = ("--seq", 32, "--steps", 2, "--data", tokens, "--out", out, f"train.document_mask={mask}")
-        assert run("train", "--model", "tiny", *words)[0] == 0
+        assert run("train", "--model", SMALL, *words)[0] == 0
         write_tokens(tokens, text, np.array([6_000, 20_000]), 256)
         assert run("train", "--resume", out, "--steps", 3)[0] == code
 
@@ -369,11 +369,11 @@ def test_too_little_disk_space_is_reported_before_the_first_step(
     from ultrascale.launch import launcher
 
     monkeypatch.setattr(launcher, "free_bytes", lambda _: 10_000)
-    code, _, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new")
+    code, _, err = run("train", "--model", SMALL, "--steps", 1, "--out", tmp_path / "new")
     assert code == 2
-    assert "a checkpoint of tiny takes" in err
+    assert "a checkpoint of small takes" in err
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(launcher, "free_bytes", lambda _: 10_000_000)
-    code, _, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path / "new", "checkpoint.every=1")
+    monkeypatch.setattr(launcher, "free_bytes", lambda _: 2_500_000)
+    code, _, err = run("train", "--model", SMALL, "--steps", 1, "--out", tmp_path / "new", "checkpoint.every=1")
     assert code == 0
     assert "warning: 3 checkpoints of" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -74,6 +75,7 @@ PLANS: dict[str, tuple[str, str, int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@cache
 def plan_of(name: str) -> Plan:
     model, cluster, seq, sequences, job_fields, layout_fields = PLANS[name]
     return planned(make_job(model, cluster, seq, sequences, **job_fields), Layout(**layout_fields))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,18 @@ DSTACK = {"type", "name", "nodes", "image", "files", "commands", "resources", "e
 DSTACK_RESOURCES = {"gpu", "cpu", "memory", "shm_size", "disk"}
 
 
-def job(to: str, launcher: str, folder: Path, name: str = "dense") -> Path:
+@cache
+def engine_export(to: str) -> targets.EngineExport:
+    return targets.engine_files(plan_of("dense"), to, None, "out")
+
+
+def job(to: str, launcher: str, folder: Path) -> Path:
     """The folder that `ultrascale export` writes; with --allow-different, so that every engine has one."""
-    plan = plan_of(name)
+    plan = plan_of("dense")
     if to == "ultrascale":
         files, _ = targets.launcher_files(plan, launcher, None, str(folder))
     else:
-        exported = targets.engine_files(plan, to, None, str(folder))
-        files = targets.with_launcher(exported, plan, launcher, None, str(folder)).files
+        files = targets.with_launcher(engine_export(to), plan, launcher, None, str(folder)).files
     write.into(folder, files, force=False)
     return folder
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_builders import PLANS, exported, plan_of, planned, random_plan
 
@@ -72,7 +72,6 @@ def test_a_plan_that_fits_in_its_own_engine_alone_can_be_rehearsed() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
-@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_legal_layout_runs_as_planned_or_differs_by_name(engine: EngineFormat, seed: int) -> None:
     found = checked(engine, planned(*random_plan(seed)))
@@ -252,9 +251,10 @@ SCALINGS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.quick_cases(every=2)
+@pytest.mark.parametrize("base", ["llama-2-7b", "llama-3.1-8b"])
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("case", SCALINGS)
-@pytest.mark.parametrize("base", ["llama-2-7b", "llama-3.1-8b"])
 def test_rotary_scaling_survives_the_round_trip(engine: EngineFormat, case: str, base: str) -> None:
     plan = plan_of("sharded")
     model = build(Model, {**Model.load(base).model_dump(), "rope_scaling": SCALINGS[case]}, "model")
@@ -265,9 +265,10 @@ def test_rotary_scaling_survives_the_round_trip(engine: EngineFormat, case: str,
     assert any(one.field.startswith("model") for one in found.differences) == bool(lost)
 
 
+@pytest.mark.quick_cases(every=2)
+@pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "geglu", "geglu_exact"])
-@pytest.mark.parametrize("biases", [True, False])
 def test_either_gelu_survives_the_round_trip(engine: EngineFormat, activation: str, biases: bool) -> None:
     plan = plan_of("sharded")
     fields = {**Model.load("gpt2").model_dump(), "max_positions": 8192, "activation": activation, "mlp_bias": biases}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ultrascale.cost.memory.states import (
     trained_fraction,
     uses_fused_blocks,
 )
-from ultrascale.cost.network import CollectiveTransfer, exposed, group, transfer
+from ultrascale.cost.network import CollectiveTransfer, CommGroup, Op, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
 from ultrascale.specs.job import Job
 
@@ -75,35 +76,56 @@ def data_exposed_s(work: Workload, reduction: Array, backward: Array, layers: Ar
 
 @dataclass(frozen=True)
 class ZeroTraffic:
-    """Of one layer (or of all a rank holds, as the elements given): dense parameters and experts have groups of their own."""
+    """Of one layer (or of all a rank holds, as the elements given): dense parameters and experts have groups of their own.
 
-    gather: CollectiveTransfer
-    scatter: CollectiveTransfer
-    expert_gather: CollectiveTransfer
-    expert_scatter: CollectiveTransfer
+    Each collective is timed when it is first asked for: most callers want one.
+    """
+
+    work: Workload
+    elements: Array
+    expert_elements: Array
+    narrow: Array | float = 0.0
+    """of the elements, those gathered in fp8"""
+
+    @cached_property
+    def gather(self) -> CollectiveTransfer:
+        job = self.work.job
+        return self._transfer("all_gather", compute_bytes(job) * self.elements - fp8_saving(job, self.narrow))
+
+    @cached_property
+    def scatter(self) -> CollectiveTransfer:
+        return self._transfer("reduce_scatter", reduced_bytes(self.work.job) * self.elements)
+
+    @cached_property
+    def expert_gather(self) -> CollectiveTransfer:
+        size = compute_bytes(self.work.job) * self.expert_elements
+        return transfer(self.work.machine, "zero", "all_gather", size, self.expert_group)
+
+    @cached_property
+    def expert_scatter(self) -> CollectiveTransfer:
+        size = reduced_bytes(self.work.job) * self.expert_elements
+        return transfer(self.work.machine, "zero", "reduce_scatter", size, self.expert_group)
+
+    @cached_property
+    def expert_group(self) -> CommGroup:
+        columns = self.work.columns
+        shards = np.maximum(1, columns.shards * (columns.tp // columns.expert_cut) // columns.ep)
+        return group(shards, columns.expert_cut * columns.ep, self.work.machine.cluster)
+
+    def _transfer(self, collective: Op, size: Array) -> CollectiveTransfer:
+        return transfer(self.work.machine, "zero", collective, size, self.work.places.shard)
 
     @property
     def gather_s(self) -> Array:
-        return np.asarray(self.gather.time_s + self.expert_gather.time_s)
+        return self.gather.time_s if self._dense else np.asarray(self.gather.time_s + self.expert_gather.time_s)
 
     @property
     def scatter_s(self) -> Array:
-        return np.asarray(self.scatter.time_s + self.expert_scatter.time_s)
+        return self.scatter.time_s if self._dense else np.asarray(self.scatter.time_s + self.expert_scatter.time_s)
 
-
-def zero_traffic(work: Workload, elements: Array, expert_elements: Array, narrow: Array | float = 0.0) -> ZeroTraffic:
-    """`narrow` of the elements are gathered in fp8."""
-    job, columns, machine, places = work.job, work.columns, work.machine, work.places
-    b, g = compute_bytes(job), reduced_bytes(job)
-    whole_experts = columns.tp // columns.expert_cut
-    expert_shards = np.maximum(1, columns.shards * whole_experts // columns.ep)
-    experts = group(expert_shards, columns.expert_cut * columns.ep, machine.cluster)
-    return ZeroTraffic(
-        transfer(machine, "zero", "all_gather", b * elements - fp8_saving(job, narrow), places.shard),
-        transfer(machine, "zero", "reduce_scatter", g * elements, places.shard),
-        transfer(machine, "zero", "all_gather", b * expert_elements, experts),
-        transfer(machine, "zero", "reduce_scatter", g * expert_elements, experts),
-    )
+    @property
+    def _dense(self) -> bool:
+        return self.work.job.model.moe is None
 
 
 # --------------------------------------------------------------------------------------------------------------------- tensor

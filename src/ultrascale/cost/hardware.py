@@ -81,6 +81,7 @@ class ClusterRates:
         self.host = Link(host_gb_s, self.efficiency.network_latency_s)
         self.attention = self._attention_rate()
         self.sustained = sustained(gpu)
+        self._intra: dict[Op, Link] = {}
 
     def _surface(self, dtype: str) -> kernels.Surface | None:
         table = self.gpu.surface
@@ -134,6 +135,11 @@ class ClusterRates:
 
     def intra(self, op: Op) -> Link:
         """The fast link as `op` finds it: measured, unless the cluster file says otherwise."""
+        if op not in self._intra:
+            self._intra[op] = self._intra_link(op)
+        return self._intra[op]
+
+    def _intra_link(self, op: Op) -> Link:
         rate, fixed = self.cluster.link_bandwidth_gb_s, self.efficiency
         if self.fabric is None:
             latency = UNMEASURED_LATENCY_S if fixed.link_latency_s is None else fixed.link_latency_s

@@ -306,6 +306,10 @@ def transfer(
     machine: ClusterRates, technique: str, collective: Op, buffer_bytes: Array, group: CommGroup
 ) -> CollectiveTransfer:
     """Nothing to send is no call: a dense model has no experts to gather, and waits for no latency of theirs."""
-    send = collective == "send_recv"
-    time = machine.send_s(buffer_bytes, group) if send else machine.collective_s(collective, buffer_bytes, group)
-    return CollectiveTransfer(technique, collective, group, buffer_bytes, np.where(np.asarray(buffer_bytes) > 0, time, 0.0))
+    sent = (np.asarray(buffer_bytes) > 0) & (group.size > 1)
+    time = np.zeros(sent.shape)
+    if sent.any():
+        send = collective == "send_recv"
+        time_s = machine.send_s(buffer_bytes, group) if send else machine.collective_s(collective, buffer_bytes, group)
+        time = np.where(sent, time_s, 0.0)
+    return CollectiveTransfer(technique, collective, group, buffer_bytes, time)

@@ -274,7 +274,7 @@ def _zero(work: Workload, component: _Component) -> Passes:
     counted twice, slower attention would make a faster step.
     """
     job, columns, machine = work.job, work.columns, work.machine
-    moved = communication.zero_traffic(work, component.elements, component.experts, component.in_fp8)
+    moved = communication.ZeroTraffic(work, component.elements, component.experts, component.in_fp8)
     free = component.window
     gathers = columns.zero == 3
     again = gathers & (columns.keep_gathered == 0)
@@ -311,7 +311,7 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
     params = states.on_rank(job.model, columns, share)
     backward, forward = one_microbatch.input_grad + one_microbatch.weight_grad, one_microbatch.forward
     reduce, expert_reduce = communication.data_traffic(work, params)
-    sharded = communication.zero_traffic(work, params.trunk, params.experts)
+    sharded = communication.ZeroTraffic(work, params.trunk, params.experts)
     trained = trained_fraction(job)
     reduced = trained * gradient_bytes(job) * params.total / columns.shards
     replicas = transfer(machine, "data", "all_reduce", reduced, work.places.replica)

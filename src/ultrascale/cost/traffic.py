@@ -475,7 +475,7 @@ def _zero(stage: Stage) -> Calls:
         return
     job, layout, params = stage.job, stage.layout, stage.params
     narrow = fp8_on_rank(job, stage.row, stage.share)
-    moved = communication.zero_traffic(stage.work, params.trunk, params.experts, narrow.elements)
+    moved = communication.ZeroTraffic(stage.work, params.trunk, params.experts, narrow.elements)
     piped = layout.pp > 1 and job.framework.accumulation == "unsharded-in-pipelines"
     kept = piped and layout.keep_gathered  # until all gradients are reduced
     gathers = {1: 1, 2: 1, 3: 1 if kept else layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
@@ -487,7 +487,7 @@ def _zero(stage: Stage) -> Calls:
             # Backward gathers what forward has freed.
             freed = np.maximum(0.0, params.trunk - job.framework.live_parameters)
             yield moved.gather, layout.gas
-            yield communication.zero_traffic(stage.work, freed, params.experts).gather, layout.gas
+            yield communication.ZeroTraffic(stage.work, freed, params.experts).gather, layout.gas
         elif job.framework.states == "fp32" and layout.zero == 3:
             # The head stays gathered from forward to backward, which does not need the embedding.
             elements = stage.share.embedding * states.on_tp_rank(
@@ -495,7 +495,7 @@ def _zero(stage: Stage) -> Calls:
             )
             embedding = np.where(job.model.tied_embeddings & (layout.pp == 1), 0.0, elements)
             layers, head, alone = (
-                communication.zero_traffic(stage.work, elements, params.experts, in_fp8).gather
+                communication.ZeroTraffic(stage.work, elements, params.experts, in_fp8).gather
                 for elements, in_fp8 in (
                     (params.trunk - params.ends, narrow.elements), (params.ends - embedding, 0.0), (embedding, 0.0)
                 )
@@ -514,11 +514,11 @@ def _zero(stage: Stage) -> Calls:
             yield transfer(stage.machine, "zero", "all_reduce", whole, stage.work.places.shard), scatters
         else:
             for elements, times in _scattered(stage, scatters):
-                yield communication.zero_traffic(stage.work, elements, params.experts).scatter, times
+                yield communication.ZeroTraffic(stage.work, elements, params.experts).scatter, times
         if stage.moe_layers and int(moved.expert_gather.group.size[0]) > 1:
             yield moved.expert_gather, gathers
             for elements, times in _scattered(stage, scatters, experts=True):
-                yield communication.zero_traffic(stage.work, params.trunk, elements).expert_scatter, times
+                yield communication.ZeroTraffic(stage.work, params.trunk, elements).expert_scatter, times
     if layout.data_ranks > layout.shards:
         # Replicas are all-reduced once a step; after a split backward with every scatter, since not every one has all weights.
         split = job.framework.states == "fp32" and layout.zero >= 2 and layout.shards > 1 and bool(stage.row.split_backward[0])
@@ -540,8 +540,8 @@ def _gathers_by_group(stage: Stage, gathers: int) -> Calls:
     job, params, gas, row = stage.job, stage.params, stage.layout.gas, stage.row
     head = states.on_tp_rank([weights.vocabulary(job.model), weights.norm(job.model)], job.model, row, stage.shards)
     head = np.where(stage.head, head, 0.0)
-    of_head = communication.zero_traffic(stage.work, head, params.experts)
-    yield communication.zero_traffic(stage.work, params.trunk - head, params.experts).gather, gathers
+    of_head = communication.ZeroTraffic(stage.work, head, params.experts)
+    yield communication.ZeroTraffic(stage.work, params.trunk - head, params.experts).gather, gathers
     if stage.head:
         yield of_head.gather, gas * job.framework.head_gathers
         if job.model.tied_embeddings and stage.embedding and job.framework.loss in activations.CHUNKED_GRADIENTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.cost.estimate import estimate
+from ultrascale.cost.estimate import drafts, estimate
 from ultrascale.cost.legality import problem
 from ultrascale.export import fields, header
 from ultrascale.export.common import OWN_KEY, EngineFormat, File
@@ -117,7 +117,7 @@ def _changed_field(
     why = engine.lost.get(name) or general or f"{engine.title} has no such setting"
     if section == "model" or problem(changed_job, changed) is not None:
         return ChangedField(name, str(wanted), str(value), why)
-    return ChangedField(name, str(wanted), str(value), why, *_change(planned, estimate(changed_job, changed)))
+    return ChangedField(name, str(wanted), str(value), why, *_change(planned, changed_job, changed))
 
 
 def _changed_framework(job: Job, found: Job, layout: Layout, planned: Estimate) -> list[ChangedField]:
@@ -127,12 +127,14 @@ def _changed_framework(job: Job, found: Job, layout: Layout, planned: Estimate) 
         wanted, value = getattr(job.framework, name), getattr(found.framework, name)
         if name not in ("name", "source") and wanted != value:
             changed = job.changed(framework=job.framework.model_copy(update={name: value}))
-            change = _change(planned, estimate(changed, layout))
+            change = _change(planned, changed, layout)
             if any(change):
                 why = "no setting switches it on"
                 differences.append(ChangedField(f"framework.{name}", str(wanted), str(value), why, *change))
     return differences
 
 
-def _change(planned: Estimate, other: Estimate) -> tuple[float, float]:
+def _change(planned: Estimate, job: Job, layout: Layout) -> tuple[float, float]:
+    """In step time, relative, and in peak memory."""
+    other = drafts(job, [layout])[0]
     return other.step_time_s / planned.step_time_s - 1, other.peak_gib - planned.peak_gib
