@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rehearse_layouts import FAST, FP8, FP8_SLOW, SLOW, job_and_layout, named, rehearsed_terms, terms, within
+from rehearse_layouts import FAST, FP8, FP8_SLOW, SLOW, TWO, job_and_layout, named, rehearsed_terms, terms, within
 
 from ultrascale.measure.rehearse import COMPILED, notes
 
@@ -64,6 +64,22 @@ def test_with_few_tokens_gradients_are_the_peak(recompute: str, precision: str, 
     for owner in {"parameters", "master", "gradients", "optimizer"} & found.keys():
         assert found[owner].predicted == found[owner].rehearsed, owner
     assert abs(found["all tensors at the peak"].difference) < 0.015
+
+
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(word, marks=pytest.mark.slow) for word in ("selective", "full"))])
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("zero", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))])
+def test_with_few_tokens_deferred_weight_gradients_of_experts_are_the_peak(zero: int, schedule: str, recompute: str) -> None:
+    """Those of a whole chunk are there before any is reduced, and in fp32 beside the last one in bf16."""
+    two = TWO if schedule != "zero-bubble" else {}
+    fields = {"pp": 2, "dp": 4, "ep": 2, "gas": 6, "zero": zero, "schedule": schedule, "recompute": recompute, **two}
+    job, layout = job_and_layout("moe", fields, "eager")
+    job = job.changed(seq=256, batch_tokens=layout.batch_tokens(256))
+    for stage, term in terms(job, layout):
+        if term.label in ("parameters", "master", "gradients", "optimizer"):
+            assert term.predicted == term.rehearsed, f"stage {stage}: {term.label}"
+        elif term.label == "all tensors at the peak":
+            assert abs(term.difference) < 0.01, f"stage {stage}: {term.difference:+.2%}"
 
 
 def test_no_layout_is_listed_twice() -> None:

@@ -15,6 +15,7 @@ from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.chunk import (
     ChunkMemory,
+    LayerKind,
     LiveMemory,
     MemoryPoint,
     TensorLifetime,
@@ -217,44 +218,72 @@ def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
 
 
 def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
-    """While deferred weight gradients are computed, from the last layer to the first; of layers without experts.
+    """While deferred weight gradients are computed, from the last layer to the first.
 
-    Fresh gradients stay until all of the chunk are there, unless they are added to others of the same format. Operands are
-    freed with those of their GEMM; of the MLP of a fused block that tp cuts together, with two gathers at once.
+    Fresh gradients stay until all of the chunk are there, unless they are added to others of the same format.
     """
     base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
-    if job.model.moe is not None or not columns.split_backward.any():
+    if not columns.split_backward.any():
         return base
-    layer = chunk.layers[0].saved
-    wide, gathered, up = layer.modules["mlp activation"], chunk.gathered_sequence, 1 + job.model.gated
-    matrix = chunk.mlp_weight_gradient[False]
-    fused = uses_fused_blocks(job, columns)
-    outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
-    down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + layer.modules["attention output"]
-    weights = chunk.trained * compute_bytes(job) * states.per_layer(job.model, columns).dense
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
-    together = fused & (gathered > 0)
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
     found = base
-    for done in (0 * chunk.share.layers, chunk.share.layers - 1):
-        held = chunk.saved_when_done(done) + chunk.deferred_when_done(done)
-        # In fp8 operands are transposed, too, once they are gathered.
-        b = compute_bytes(job)
-        narrow, two = np.where(chunk.is_fp8_layer(done), b, 1), np.where(chunk.is_fp8_layer(done), 3 / b, 2) * gathered
-        for activations, kept, fresh in (
-            (np.where(fused, two, 0.0), 0.0, matrix),
-            (np.where(together, two, gathered - down / narrow), matrix, up * matrix),
-            (gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix),
-        ):
-            buffers = ends + fresh + np.where(keeps, done * weights + kept, 0.0)
-            point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
-            found = where(point.total > found.total, point, found)
-    # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
+    for kind in chunk.layers:
+        for done in (kind.done, kind.done + np.maximum(0, kind.count - 1)):
+            held = chunk.saved_when_done(done) + chunk.deferred_when_done(done)
+            of_layers_done = sum(
+                np.clip(done - other.done, 0, other.count) * _layer_weights(chunk, other.moe) for other in chunk.layers
+            )
+            for activations, kept, fresh in _layer_weight_grads(chunk, kind, done):
+                buffers = ends + fresh + np.where(keeps, of_layers_done + kept, 0.0)
+                point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
+                found = where((kind.count > 0) & (point.total > found.total), point, found)
+    # All are there and, where they are summed in another format, were cast one by one, the last large matrix just now.
+    matrix = chunk.mlp_weight_gradient[False]
+    if job.model.moe is not None:
+        matrix = np.where(chunk.share.moe_layers > 0, chunk.mlp_weight_gradient[True], matrix)
     cast = chunk.trained * gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
     point = replace(base, activations=base.activations - chunk.saved - chunk.deferred, buffers=base.buffers + cast)
-    there = chunk.reduce_scatters & (gradient_bytes(job) > compute_bytes(job))
+    there = chunk.sharded & (chunk.reduce_scatters | chunk.first_backward) & (gradient_bytes(job) > compute_bytes(job))
     found = where(there & (point.total > found.total), point, found)
     return where(columns.split_backward, found, base)
+
+
+def _layer_weights(chunk: ChunkMemory, moe: bool) -> Array:
+    """Fresh weight gradients of one layer."""
+    layer = states.per_layer(chunk.job.model, chunk.columns)
+    return np.asarray(chunk.trained * compute_bytes(chunk.job) * (layer.moe + layer.experts if moe else layer.dense))
+
+
+def _layer_weight_grads(chunk: ChunkMemory, kind: LayerKind, done: Array) -> Iterator[tuple[Array, Array, Array]]:
+    """The weight gradients of one layer at which memory may peak: activations that are there beside what the layer keeps for
+    them, or are freed by then (negative); weight gradients that were computed before, and that are being computed.
+
+    Operands are freed with those of their GEMM; of the MLP of a fused block that tp cuts together, with two gathers at once.
+    """
+    job, columns, layer, gathered = chunk.job, chunk.columns, kind.saved, chunk.gathered_sequence
+    gated, matrix, weights = job.model.gated, chunk.mlp_weight_gradient[kind.moe], _layer_weights(chunk, kind.moe)
+    up, b = 1 + gated, compute_bytes(job)
+    fused = uses_fused_blocks(job, columns)
+    outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
+    attended = layer.modules["attention output"]
+    if kind.moe:
+        # Experts one after the other, each matrix stacked from those of each expert; then the rest, if it is larger.
+        wide, nothing = layer.modules["expert activation"], 0.0 * matrix
+        down = layer.modules["expert output"] + wide
+        yield nothing, nothing, 2 * matrix
+        yield -down - gated * wide, gated * matrix + matrix, 2 * matrix
+        freed = down + up * wide + layer.modules["expert input"] + outputs + attended
+        yield gathered - freed, (1 + up) * matrix, weights - (1 + up) * matrix
+        return
+    wide = layer.modules["mlp activation"]
+    down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + attended
+    together = fused & (gathered > 0)
+    # In fp8 operands are transposed, too, once they are gathered.
+    narrow, two = np.where(chunk.is_fp8_layer(done), b, 1), np.where(chunk.is_fp8_layer(done), 3 / b, 2) * gathered
+    yield np.where(fused, two, 0.0), 0.0 * matrix, matrix
+    yield np.where(together, two, gathered - down / narrow), matrix, up * matrix
+    yield gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix
 
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
