@@ -125,6 +125,28 @@ def test_adamw_with_moments_in_bf16(model: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
+        ("llama", {"dp": 2, "zero": 3}),
+        *(
+            pytest.param(*one, marks=slow)
+            for one in (
+                ("llama", {"tp": 2}),
+                ("narrow", {"dp": 4, "zero": 3}),
+                ("tied", {**ZERO_BUBBLE, "dp": 2, "tp": 2, "zero": 1}),
+                ("two-experts", {"dp": 8, "ep": 2, "zero": 3}),
+                ("qwen2-moe", {"dp": 4, "ep": 2, "tp": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_adamw_with_moments_in_8_bits(model: str, fields: dict[str, Any]) -> None:
+    """As in bf16; where rounding turns a bit, a moment is an eighth apart, and its weight up to a tenth of a step."""
+    check(model, "adamw-8bit", 1e-4, apart=0.05, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
         pytest.param("llama", {"tp": 2}, marks=slow),
         pytest.param("qwen2-moe", {"dp": 4, "ep": 2, "tp": 2, "zero": 2}, marks=slow),
     ],

@@ -246,8 +246,9 @@ def test_momentum_of_matrices_and_moments_of_the_rest_are_restored(model: str, t
 
 
 @pytest.mark.parametrize("second", ["one", pytest.param("pp2-zero1", marks=pytest.mark.slow)])
-def test_moments_in_bf16_are_restored_to_the_bit(second: str, tmp_path: Path) -> None:
-    job = job_of("tied", optimizer="adamw-bf16")
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit"])
+def test_rounded_moments_are_restored_to_the_bit(second: str, optimizer: str, tmp_path: Path) -> None:
+    job = job_of("tied", optimizer=optimizer)
     losses = in_ranks(before, job, LAYOUTS["one"], TRAINING, tmp_path)[0]
     found = in_ranks(after, job, LAYOUTS[second], TRAINING, checkpoint.latest(tmp_path).folder)[0]
     assert found == losses[BEFORE:] if second == "one" else relative(found, losses[BEFORE:]) < 1e-4

@@ -27,9 +27,6 @@ def job_problem(job: Job, engine: str | None = None) -> str | None:
     if name == OWN_ENGINE:
         if (sentence := model_problem(job.model)) is not None:
             return sentence
-        if OPTIMIZERS[job.optimizer].moments is None:
-            known = ", ".join(one for one, spec in OPTIMIZERS.items() if spec.moments is not None)
-            return f"job.optimizer is {job.optimizer} but the engine steps with {known}: try adamw"
         if OPTIMIZERS[job.optimizer].matrices is not None and job.adapter_rank is not None:
             given = f"job.optimizer is {job.optimizer} but job.adapter_rank is {job.adapter_rank}"
             return f"{given}, and Muon steps whole matrices: try adamw"

@@ -24,16 +24,16 @@ class OptimizerSpec:
 
     state_bytes: float
     """of its states per parameter"""
-    moments: tuple[str, ...] | None = None
-    """the states by torch's names; None: the engine has no such optimizer, the planner does (train/optimizer.py builds it)"""
-    in_bf16: bool = False
-    """its states are in bf16, not in fp32"""
+    moments: tuple[str, ...]
+    """the states by torch's names"""
+    format: Literal["fp32", "bf16", "e4m3"] = "fp32"
+    """of its states; e4m3 with a power of two for each row"""
     matrices: OptimizerSpec | None = None
     """what steps hidden matrices (specs/weights.py), where it is not what steps all other weights"""
 
     @property
     def all_moments(self) -> tuple[str, ...]:
-        return (self.moments or ()) + ((self.matrices.moments or ()) if self.matrices is not None else ())
+        return self.moments + (self.matrices.moments if self.matrices is not None else ())
 
     def of(self, is_hidden_matrix: bool) -> OptimizerSpec:
         """What steps such a weight."""
@@ -54,8 +54,8 @@ ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 # fp32 moment for momentum, for Muon's matrices (Jordan 2024) and for Lion (Chen 2023).
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(8, ADAMW_MOMENTS),
-    "adamw-bf16": OptimizerSpec(4, ADAMW_MOMENTS, in_bf16=True),
-    "adamw-8bit": OptimizerSpec(2),
+    "adamw-bf16": OptimizerSpec(4, ADAMW_MOMENTS, "bf16"),
+    "adamw-8bit": OptimizerSpec(2, ADAMW_MOMENTS, "e4m3"),
     "muon": OptimizerSpec(8, ADAMW_MOMENTS, matrices=OptimizerSpec(4, ("momentum_buffer",))),
     "lion": OptimizerSpec(4, ("exp_avg",)),
     "sgd-momentum": OptimizerSpec(4, ("momentum_buffer",)),

@@ -229,7 +229,7 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
     optimizer, has_moments = engine.optimizer, engine.optimizer.updates > 0
     buffers = {(id(weight), "model"): torch.empty(weight.master.shape) for weight in engine.weights if weight.is_split}
     absent = (EMA,) if EMA not in source.moments else ()  # the run begins to keep a mean of the weights
-    if has_moments and optimizer.spec.in_bf16:
+    if has_moments and optimizer.spec.format != "fp32":
         moments = [(weight, name) for weight in engine.weights for name in optimizer.moments(weight) if name != EMA]
         buffers |= {(id(weight), f"optimizer.{name}"): torch.empty(weight.master.shape) for weight, name in moments}
     pieces = _states(engine, False, has_moments, buffers, absent)

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have and that step each element for itself: Lion, and AdamW with moments in bf16.
+"""Optimizers that torch does not have and that step each element for itself: Lion, and AdamW with rounded moments.
 
 They have the interface of torch.optim.Optimizer. Weights are stepped in chunks of rows, so that temporary tensors stay small.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ultrascale.parallel.mesh import Shard
+from ultrascale.specs.job import ADAMW_MOMENTS
 
 if TYPE_CHECKING:
     from ultrascale.train.optimizer import Weight
@@ -48,11 +49,11 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(gradient, 1 - beta2)
 
 
-class BF16AdamW(torch.optim.Optimizer):
-    """AdamW whose moments are rounded to bf16 at random, up or down by what they are nearer to.
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW whose moments are rounded to bf16 or to 8 bits at random, up or down by what they are nearer to.
 
-    Rounded to nearest, a moment would stay where it is when it changes by less than 1/512. The random bits are a function of
-    step, weight and place in the whole weight, so that they are the same in every layout.
+    Rounded to nearest, a moment would stay where it is when it changes by less than half of the format's spacing. The random
+    bits are a function of step, weight and place in the whole weight, so that they are the same in every layout.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class BF16AdamW(torch.optim.Optimizer):
         eps: float,
         weights: Sequence[Weight],
         tied: bool,
+        moments: BF16Moments | E4M3Moments,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         # A tied head on a stage of its own is a copy of the embedding, and has to stay one.
@@ -70,6 +72,7 @@ class BF16AdamW(torch.optim.Optimizer):
         self.shards = {
             weight.master: replace(weight.shard, name=same.get(weight.shard.name, weight.shard.name)) for weight in weights
         }
+        self.moments = moments
         self.updates = 0
         """with the one that `step` makes; set by the caller, which may step some weights after others"""
 
@@ -78,20 +81,81 @@ class BF16AdamW(torch.optim.Optimizer):
         for group, weight in _weights_with_gradients(self):
             state, (beta1, beta2), rate = self.state[weight], group["betas"], group["lr"]
             if not state:
-                state |= {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+                for name in ADAMW_MOMENTS:
+                    state |= self.moments.zero(weight, name)
             step, shard = self.updates, self.shards[weight]
             first, second = 1 - beta1**step, 1 - beta2**step
             assert weight.grad is not None
             for rows in row_chunks(weight):
                 gradient = weight.grad[rows]
-                mean = state["exp_avg"][rows].float().lerp_(gradient, 1 - beta1)
-                square = state["exp_avg_sq"][rows].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                mean, square = (self.moments.read(state, name, rows) for name in ADAMW_MOMENTS)
+                mean = mean.lerp_(gradient, 1 - beta1)
+                square = square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 weight[rows].mul_(1 - rate * group["weight_decay"])
                 weight[rows].addcdiv_(mean, (square / second).sqrt_().add_(group["eps"]), value=-rate / first)
                 places = element_indices(shard, weight.shape, rows, weight.device)
-                for name, value in (("exp_avg", mean), ("exp_avg_sq", square)):
+                for name, value in zip(ADAMW_MOMENTS, (mean, square), strict=True):
                     bits = random_bits(places, zlib.crc32(f"{shard.name} {name} {step}".encode()))
-                    state[name][rows] = round_stochastically(value, bits)
+                    self.moments.write(state, name, rows, value, bits)
+
+
+class BF16Moments:
+    def zero(self, weight: Tensor, name: str) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(weight, dtype=torch.bfloat16)}
+
+    def read(self, state: dict[str, Tensor], name: str, rows: slice = slice(None)) -> Tensor:
+        return state[name][rows].float()
+
+    def write(self, state: dict[str, Tensor], name: str, rows: slice, values: Tensor, bits: Tensor) -> None:
+        state[name][rows] = round_stochastically(values, bits)
+
+
+class E4M3Moments:
+    """Eight bits, four of them an exponent, and a power of two for each row.
+
+    A power of two leaves the format's numbers what they are, so that a row that tp cuts is rounded as if it were whole. The
+    second moment is kept as its root, whose range is half as wide, and is never rounded to 0: the update divides by it.
+    """
+
+    def zero(self, weight: Tensor, name: str) -> dict[str, Tensor]:
+        exponents = torch.zeros(_rows(weight).shape[:-1], dtype=torch.int8, device=weight.device)
+        return {name: torch.zeros_like(weight, dtype=torch.float8_e4m3fn), _exponents(name): exponents}
+
+    def read(self, state: dict[str, Tensor], name: str, rows: slice = slice(None)) -> Tensor:
+        codes, own = state[name][rows], state[_exponents(name)]
+        exponents = own[rows] if codes.dim() > 1 else own
+        values = (_rows(codes.float()) * _power_of_two(exponents.int()).unsqueeze(-1)).view(codes.shape)
+        return values.square_() if name == "exp_avg_sq" else values
+
+    def write(self, state: dict[str, Tensor], name: str, rows: slice, values: Tensor, bits: Tensor) -> None:
+        is_root = name == "exp_avg_sq"
+        values = values.sqrt() if is_root else values
+        exponents = (torch.frexp(_rows(values).abs().amax(-1)).exponent - E4M3_HIGHEST).clamp(-126, 126)
+        scaled = (_rows(values) * _power_of_two(-exponents).unsqueeze(-1)).view(values.shape)
+        rounded = round_to_e4m3(scaled.abs(), bits)
+        if is_root:
+            rounded = torch.where((values > 0) & (rounded == 0), E4M3_SPACING, rounded)
+        state[name][rows] = rounded.copysign_(values).to(torch.float8_e4m3fn)
+        own = state[_exponents(name)]
+        (own[rows] if values.dim() > 1 else own).copy_(exponents)
+
+
+E4M3_HIGHEST = 8  # the largest element of a row is scaled to less than 2⁸; the format ends at 448
+E4M3_LEAST, E4M3_SPACING = 2.0**-6, 2.0**-9  # below the first, numbers have the second between them
+
+
+def _exponents(name: str) -> str:
+    return f"{name}_exponents"
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Exactly; exponents from -126 to 127 in int32."""
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A vector is one row."""
+    return x if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _weights_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -127,3 +191,10 @@ def _int32(value: int) -> int:
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     """fp32 to bf16: up as often as the value is near the upper of the two neighbours."""
     return ((values.view(torch.int32) + bits) & -(2**16)).view(torch.float32).bfloat16()
+
+
+def round_to_e4m3(values: Tensor, bits: Tensor) -> Tensor:
+    """The same of numbers from 0 to 2⁸ to those of e4m3, still in fp32."""
+    normal = ((values.view(torch.int32) + (bits << 4)) & -(2**20)).view(torch.float32)
+    least = (values / E4M3_SPACING + bits / 2**16).floor() * E4M3_SPACING
+    return torch.where(values < E4M3_LEAST, least, normal)

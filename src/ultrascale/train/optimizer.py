@@ -24,7 +24,7 @@ from ultrascale.parallel.torch_private import foreach_copy_, foreach_mul_, forea
 from ultrascale.specs.job import EMA, OPTIMIZERS, Job
 from ultrascale.specs.training import Training
 from ultrascale.specs.units import groups_up_to
-from ultrascale.train.elementwise import BF16AdamW, Lion, row_chunks
+from ultrascale.train.elementwise import BF16Moments, E4M3Moments, Lion, RoundedAdamW, row_chunks
 from ultrascale.train.muon import Muon
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Optimizer:
         self._clip_values()
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
-        if isinstance(self.inner, BF16AdamW):
+        if isinstance(self.inner, RoundedAdamW):
             self.inner.updates = self.updates + 1
         for weights in self._groups():
             for weight in weights:
@@ -208,8 +208,11 @@ class Optimizer:
 
     def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
         """Moments before the first update."""
-        dtype = torch.bfloat16 if self.spec.of(self._is_matrix(weight)).in_bf16 else torch.float32
-        return {name: torch.zeros_like(weight.master, dtype=dtype) for name in self.moments(weight) if name != EMA}
+        names = [name for name in self.moments(weight) if name != EMA]
+        if isinstance(self.inner, RoundedAdamW):
+            each = [self.inner.moments.zero(weight.master, name) for name in names]
+            return {key: value for found in each for key, value in found.items()}
+        return {name: torch.zeros_like(weight.master, dtype=torch.float32) for name in names}
 
     def _is_matrix(self, weight: Weight) -> bool:
         """Whether Muon steps it."""
@@ -217,7 +220,7 @@ class Optimizer:
 
     def moments(self, weight: Weight) -> tuple[str, ...]:
         """The names of its states, and of the mean of its values."""
-        return (*(self.spec.of(self._is_matrix(weight)).moments or ()), *((EMA,) if self.ema else ()))
+        return (*self.spec.of(self._is_matrix(weight)).moments, *((EMA,) if self.ema else ()))
 
     @property
     def all_moments(self) -> tuple[str, ...]:
@@ -228,12 +231,19 @@ class Optimizer:
         return states[weight.master]
 
     def moment(self, weight: Weight, name: str) -> torch.Tensor:
-        """In fp32; a copy if it is kept in bf16."""
+        """In fp32; a copy if it is kept in fewer bits."""
+        if isinstance(self.inner, RoundedAdamW) and name != EMA:
+            return self.inner.moments.read(self._state(weight), name)
         moment = self.ema[weight.master] if name == EMA else self._state(weight)[name]
         assert isinstance(moment, torch.Tensor)
-        return moment.float()
+        return moment
 
     def set_moment(self, weight: Weight, name: str, values: torch.Tensor) -> None:
+        """To values that its format has, as a checkpoint holds them."""
+        if isinstance(self.inner, RoundedAdamW) and name != EMA:
+            none = torch.zeros((), dtype=torch.int32, device=weight.master.device)
+            self.inner.moments.write(self._state(weight), name, slice(None), values.to(none.device), none)
+            return
         (self.ema[weight.master] if name == EMA else self._state(weight)[name]).copy_(values)
 
     def continued(self, updates: int) -> None:
@@ -282,12 +292,13 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
         betas = (training.beta1, training.beta2)
         # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
-    if job.optimizer == "adamw-bf16":
+    if job.optimizer in ("adamw-bf16", "adamw-8bit"):
         betas, tied = (training.beta1, training.beta2), job.model.tied_embeddings
-        return BF16AdamW(groups, training.lr, betas, training.eps, weights, tied)
+        moments = BF16Moments() if job.optimizer == "adamw-bf16" else E4M3Moments()
+        return RoundedAdamW(groups, training.lr, betas, training.eps, weights, tied, moments)
     if job.optimizer == "lion":
         return Lion(groups, training.lr, (training.beta1, training.beta2))
-    assert job.optimizer in ("sgd", "sgd-momentum")  # train/supported.py refuses the others
+    assert job.optimizer in ("sgd", "sgd-momentum")
     return torch.optim.SGD(groups, lr=training.lr, momentum=training.beta1 if job.optimizer == "sgd-momentum" else 0.0)
 
 
