@@ -230,10 +230,14 @@ def check(
     model: str | Model, training: Training | None = None, close: float = CLOSE, evaluate: bool = False, **fields: Any
 ) -> list[RankResult]:
     """Trains under the layout of `fields`, which may have some of the job, and asserts that every rank agrees with one
-    process.
+    process. Without a pipeline two layers and three micro-batches will do: the first, one between, and the last.
     """
     of_job = {name: fields.pop(name) for name in list(fields) if name in Job.model_fields}
-    job, training, layout = job_of(model, **of_job), training or training_of(), Layout(**{"gas": 4, **fields})
+    training, layout = training or training_of(), Layout(**{"gas": 4 if fields.get("pp", 1) > 1 else 3, **fields})
+    shape = family(model) if isinstance(model, str) else model
+    if isinstance(model, str) and layout.pp == 1 and layout.recompute_layers is None:
+        shape = shape.model_copy(update={"layers": 2})
+    job = job_of(shape, **of_job)
     assert supported.layout_problem(_as_cut(job, layout), layout, training) is None
     ranks: list[RankResult] = in_ranks(train, job, layout, training, evaluate)
     assert_same(ranks, one_process(job, layout.dp * layout.mbs * layout.gas, Training(**plain(training))), job, close)

@@ -22,8 +22,8 @@ pytest.importorskip("plotly")
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    job = Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("8xh100"), seq=4096, batch_tokens=2**17)
-    layout = Layout(dp=4, pp=2, gas=8, zero=1)
+    job = Job(model=Model.load("smollm2-135m"), cluster=Cluster.load("2xh100"), seq=2048, batch_tokens=2**14)
+    layout = Layout(pp=2, gas=8, zero=0)
     return Plan(job=job, layout=layout, estimate=estimate(job, layout), reasons=("Step 1, fit: <b>&</b>",))
 
 

@@ -67,10 +67,10 @@ def rules(engine: str) -> tuple[Rule, ...]:
 
 
 def _allowed_values_rule(engine: EngineLimits, field: str) -> Rule:
-    codes = [encode(field, value) for value in engine.layout[field]]
+    codes = np.asarray([encode(field, value) for value in engine.layout[field]])
     return Rule(
         (field,),
-        lambda job, c: np.isin(getattr(c, field), codes) | ~has_effect(field, c),
+        lambda job, c: np.any(getattr(c, field)[:, None] == codes, axis=1) | ~has_effect(field, c),
         lambda job, x: _sentence("layout", field, getattr(x, field), engine),
     )
 

@@ -82,14 +82,14 @@ def _uses(layout: Layout, technique: str) -> bool:
 
 def pairwise_sample(layouts: Sequence[Layout], most: int) -> list[Layout]:
     """A few layouts that together cover as many pairs of values as possible: greedy pairwise testing."""
-    left = list(layouts)
+    uncovered = {layout: _pairs(layout) for layout in layouts}
     selected: list[Layout] = []
-    covered: set[tuple[Any, ...]] = set()
-    while left and len(selected) < most:
-        best = max(left, key=lambda layout: len(_pairs(layout) - covered))
+    while uncovered and len(selected) < most:
+        best = max(uncovered, key=lambda layout: len(uncovered[layout]))
+        covered = uncovered.pop(best)
         selected.append(best)
-        covered |= _pairs(best)
-        left.remove(best)
+        for pairs in uncovered.values():
+            pairs -= covered
     return selected
 
 

@@ -323,7 +323,7 @@ class ProgramGenerator:
             pairs = program.pairs()
             self.possible |= pairs
             self._uncovered |= dict.fromkeys(sorted(pairs - self.covered.keys()), program)
-        candidates = list(self._uncovered.values()) or [program]
+        candidates = list({id(one): one for one in self._uncovered.values()}.values()) or [program]
         best = max(candidates, key=lambda program: len(program.pairs() - self.covered.keys()))
         self.covered.update(best.pairs())
         self._uncovered = {pair: program for pair, program in self._uncovered.items() if pair not in self.covered}
