@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import IntEnum, auto
+from itertools import product
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ultrascale.cost.memory.chunk import (
     walk,
 )
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes, uses_fused_blocks
+from ultrascale.specs.blocks import LayerKind
 
 
 class ChunkEvent(IntEnum):
@@ -101,12 +103,15 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     fused = uses_fused_blocks(chunk.job, chunk.columns)
     recomputes_none = chunk.columns.is_("recompute", "none")
     gates = states.eager(chunk.job, chunk.columns) & recomputes_none & chunk.job.model.gated
-    for kind in chunk.layers:
-        layer, last = kind.saved, (kind.done == 0) & (kind.count > 0)
-        if not kind.moe:
+    for alike in chunk.layers:
+        none_done = 0 * alike.count
+        layer, last = alike.saved, chunk.is_next(alike, none_done) & (alike.count > 0)
+        if alike.kind.mlp == "none":
+            continue
+        if not alike.moe:
             summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
             wide, there = layer.modules["mlp activation"], (fused | gates) & last
-            in_fp8, b = chunk.is_fp8_layer(0 * kind.count), compute_bytes(chunk.job)
+            in_fp8, b = chunk.is_fp8_layer(none_done), compute_bytes(chunk.job)
             # In fp8 the gate's output is narrow and the norm's freed; the last matmul's weight is cast.
             weight = np.where(in_fp8 & last, chunk.mlp_weight_gradient[False] / b, 0.0)
             yield buffer("weight of the last matmul in fp8", weight, start, end)
@@ -145,7 +150,7 @@ def _head_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     start, end, elements = ChunkEvent.HEAD_REDUCE_SCATTER, ChunkEvent.BACKWARD_START, chunk.head_group
     b, g = compute_bytes(chunk.job), gradient_bytes(chunk.job)
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
-    prefetched = chunk.unsharded(chunk.rank_params.block, 0.0 * elements)
+    prefetched = chunk.unsharded(chunk.block_of_next(0 * chunk.share.layers), 0.0 * elements)
     yield activation("residual gradient", chunk.residual, start, end)
     yield buffer("weight gradient, reduce-scatter input", (b + g) * elements, start, end)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(elements), start, end)
@@ -156,10 +161,10 @@ def _head_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
 
 def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """ZeRO-3 gathers the head again: as it arrives, and as it is used."""
-    start, end, params = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.rank_params
+    start, end, none_done = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, 0 * chunk.share.layers
     gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
     unsharded = chunk.unsharded(
-        2 * (chunk.tied_group + chunk.head_group) + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers)
+        2 * (chunk.tied_group + chunk.head_group + chunk.block_of_next(none_done)), chunk.fp8_prefetched(none_done)
     )
     sizes = unsharded + chunk.rank_reduce_scatter_inputs
     yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
@@ -180,7 +185,7 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     yield buffer("weight gradients", weight_grads, root, end)
     yield buffer("reduce-scatter input", chunk.trained * g * group, root, layer)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(group), root, layer)
-    rest = chunk.trained * g * (own.block - own.ends)
+    rest = chunk.trained * g * (chunk.first_block - own.ends)
     yield buffer("reduce-scatter input, less the root's gradients", rest, layer, end)
     first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - chunk.embedding_or_tied_group))
     yield buffer("gradients of the layers", first_layers, root, end)
@@ -206,7 +211,7 @@ def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
     """
     own, b, late = chunk.own, compute_bytes(chunk.job), chunk.columns.split_backward
     ends = np.where(late & (chunk.embedding_or_tied_group == 0), chunk.head_group, chunk.embedding_or_tied_group)
-    group = np.where(ends > 0, ends, own.block)
+    group = np.where(ends > 0, ends, chunk.first_block)
     reduced = np.where(late, 0.0, own.total - group)
     return MemoryPoint(
         activations=-chunk.saved - np.where(late, chunk.deferred, 0.0),
@@ -225,30 +230,34 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     base, job, columns = live.at(ChunkEvent.WEIGHT_GRADS), chunk.job, chunk.columns
     if job.model.moe is not None or not columns.split_backward.any():
         return base
-    layer = chunk.layers[0].saved
-    wide, gathered, up = layer.modules["mlp activation"], chunk.gathered_sequence, 1 + job.model.gated
-    matrix = chunk.mlp_weight_gradient[False]
-    fused = uses_fused_blocks(job, columns)
+    gathered, up, matrix = chunk.gathered_sequence, 1 + job.model.gated, chunk.mlp_weight_gradient[False]
+    fused, b, found = uses_fused_blocks(job, columns), compute_bytes(job), base
     outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
-    down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + layer.modules["attention output"]
-    weights = chunk.trained * compute_bytes(job) * states.per_layer(job.model, columns).dense
-    keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
+    keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != b)
     together = fused & (gathered > 0)
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
-    found = base
-    for done in (0 * chunk.share.layers, chunk.share.layers - 1):
+    for alike, last in product(chunk.layers, (False, True)):
+        done = chunk.when_next(alike, np.maximum(0, (alike.count - 1) * last))
         held = chunk.saved_when_done(done) + chunk.deferred_when_done(done)
+        modules, weights = alike.saved.modules, chunk.trained * b * alike.elements
         # In fp8 operands are transposed, too, once they are gathered.
-        b = compute_bytes(job)
         narrow, two = np.where(chunk.is_fp8_layer(done), b, 1), np.where(chunk.is_fp8_layer(done), 3 / b, 2) * gathered
-        for activations, kept, fresh in (
-            (np.where(fused, two, 0.0), 0.0, matrix),
-            (np.where(together, two, gathered - down / narrow), matrix, up * matrix),
-            (gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix),
-        ):
-            buffers = ends + fresh + np.where(keeps, done * weights + kept, 0.0)
+        # What is gathered less operands that are freed, gradients that are there and those that are computed, in turns.
+        turns: list[tuple[Array, Array | float, Array]] = []
+        if alike.kind.mlp == "dense":
+            wide = modules["mlp activation"]
+            down = outputs + wide
+            turns.append((np.where(fused, two, 0.0), 0.0, matrix))
+            turns.append((np.where(together, two, gathered - down / narrow), matrix, up * matrix))
+        if alike.kind == LayerKind():
+            mlp = (1 + up) * wide + chunk.residual + 2 * outputs + modules["attention output"]
+            turns.append((gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix))
+        elif alike.kind.mlp == "none":
+            turns.append((gathered, 0.0, weights))
+        for activations, kept, fresh in turns:
+            buffers = ends + fresh + np.where(keeps, chunk.trained * b * chunk.elements_done(done) + kept, 0.0)
             point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
-            found = where(point.total > found.total, point, found)
+            found = where((alike.count > 0) & (point.total > found.total), point, found)
     # All are there and, where they are reduced in another format, were cast one by one, the last matrix just now.
     cast = chunk.trained * gradient_bytes(job) * (chunk.own.total - chunk.own.padding) + matrix
     point = replace(base, activations=base.activations - chunk.saved - chunk.deferred, buffers=base.buffers + cast)
