@@ -12,6 +12,7 @@ from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.hardware import FULL_WORK, ClusterRates, Workload
 from ultrascale.cost.step import component_times as pieces_of
 from ultrascale.cost.table import SearchTable
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
 
@@ -59,8 +60,8 @@ def test_one_clock_for_the_whole_step() -> None:
     pieces, slower = (
         pieces_of(Workload(one, rows, ClusterRates(one))) for one in (job, job_of("llama-3.2-1b", 1024, 4, boost=1.0))
     )
-    for name in ("dense", "head"):
-        found, base = (getattr(one, name).matmul.total for one in (pieces, slower))
+    for one, other in ((pieces.layers[0], slower.layers[0]), (pieces.head, slower.head)):
+        found, base = one.matmul.total, other.matmul.total
         assert found == pytest.approx(base / [often, seldom])
 
 
@@ -72,13 +73,13 @@ def test_only_fused_blocks_join_qkv_matmuls() -> None:
     """With biases the engine runs the plain model, where q, k and v are matmuls of their own: narrow, and slower."""
     job, rows = job_of("smollm2-135m", 1024, 4, boost=1.0), LayoutColumns.of([Layout(mbs=4, tp=3)])
     biased = job.changed(model=job.model.model_copy(update={"qkv_bias": True}))
-    matmuls = operators.layer_matmuls(job, rows, moe=False)
+    matmuls = operators.layer_matmuls(job, rows, LayerKind())
     times = []
     for one, count in ((job, 0), (biased, 1)):
         run = operators.engine_matmuls(one, rows, matmuls)
         assert sum(matmul.flops for matmul in run) == pytest.approx(sum(matmul.flops for matmul in matmuls))
         assert sum(float(np.max(matmul.count)) for matmul in run if np.max(matmul.n) == job.model.kv_dim // 3) == 2 * count
-        times.append(operators.layer(one, rows, ClusterRates(one), moe=False).matmul.total)
+        times.append(operators.layer(one, rows, ClusterRates(one), LayerKind()).matmul.total)
     fused, plain = times
     assert plain > 1.05 * fused
     others = job.changed(framework=Framework.load("torchtitan"))

@@ -14,6 +14,7 @@ from ultrascale.cost.communication import ExpertTraffic
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.operators import layer_matmuls, matmul_passes
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -59,7 +60,7 @@ def test_splitting_local_rows_pays_off_with_full_tiles() -> None:
     assert (few[1], many[1]) == (False, True)
     job = job_of("mixtral-8x7b", 16384)
     row, machine = LayoutColumns.of([Layout(dp=8, ep=8)]), ClusterRates(job)
-    matmuls = [matmul for matmul in layer_matmuls(job, row, moe=True) if matmul.name.startswith("expert ")]
+    matmuls = [matmul for matmul in layer_matmuls(job, row, LayerKind(mlp="moe")) if matmul.name.startswith("expert ")]
     eighth = [type(matmul)(matmul.name, matmul.m / 8, matmul.n, matmul.k, matmul.count) for matmul in matmuls]
     staying = one(matmul_passes(machine, eighth).forward)
     assert one(many[0].overlapped_forward_s) == pytest.approx(

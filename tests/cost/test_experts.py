@@ -12,6 +12,7 @@ from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import peak_parts
 from ultrascale.cost.step import component_times
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -26,7 +27,7 @@ def megatron_job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
 
 
 def layer(of: Job, **layout: object) -> operators.LayerTime:
-    return operators.layer(of, LayoutColumns.of([Layout(**layout)]), ClusterRates(of), moe=True)
+    return operators.layer(of, LayoutColumns.of([Layout(**layout)]), ClusterRates(of), LayerKind(mlp="moe"))
 
 
 def test_a_layer_keeps_what_transformer_engine_saves() -> None:
@@ -35,9 +36,9 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     input 2·2048, gate and up 2·2·768 and the activation 2·768; no output, since routing weighs the activation.
     """
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
-    kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), moe=True)
+    kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
     assert kept.total[0] == SEQ * per_token
-    plain = activations.layer(megatron_job(transformer_engine=False), LayoutColumns.of([Layout()]), moe=True)
+    plain = activations.layer(megatron_job(transformer_engine=False), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
     assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
 
 
@@ -48,7 +49,7 @@ def test_micro_batch_overlap_keeps_a_second_layer_live() -> None:
         for of in (megatron_job(), megatron_job(expert_overlap="microbatches"))
     )
     assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(
-        activations.layer(megatron_job(), row, moe=True).whole[0]
+        activations.layer(megatron_job(), row, LayerKind(mlp="moe")).whole[0]
     )
 
 
@@ -67,34 +68,34 @@ def test_tokens_sorted_by_rank_are_permuted_again_in_both_passes(dispatcher: str
     of = megatron_job()
     columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep).changed(dispatcher=dispatcher)])
     routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
-    moved = operators.permuted_bytes(of, columns, moe=True)[0]
+    moved = operators.permuted_bytes(of, columns, LayerKind(mlp="moe"))[0]
     assert moved == pytest.approx(passes * 2 * routed * 2 * SEQ * 2048)  # read and written, two bytes each
-    assert operators.permuted_bytes(of, columns, moe=False)[0] == 0
+    assert operators.permuted_bytes(of, columns, LayerKind())[0] == 0
 
 
 def test_selective_recomputation_repeats_no_dispatch() -> None:
     of, layout = megatron_job(), Layout(dp=16, ep=16, recompute="selective")
     machine = ClusterRates(of)
     row = LayoutColumns.of([layout])
-    moe = component_times(Workload(of, row, machine)).moe
+    moe = component_times(Workload(of, row, machine)).layers[-1]
     assert moe is not None
-    again = machine.stream_s(operators.memory_bound_bytes(of, row, moe=True)) * of.framework.elementwise
+    again = machine.stream_s(operators.memory_bound_bytes(of, row, LayerKind(mlp="moe"))) * of.framework.elementwise
     again = again + host.layer_starts_s(of, row).forward
     assert moe.recompute.input_grad == pytest.approx(again)
-    assert again[0] < operators.layer(of, row, machine, moe=True).memory_bound.forward[0]
+    assert again[0] < operators.layer(of, row, machine, LayerKind(mlp="moe")).memory_bound.forward[0]
 
 
 def test_latent_recomputation_frees_qkv_and_repeats_two_matmuls() -> None:
     row = LayoutColumns.of([Layout(dp=8, ep=8, recompute="selective")])
     cheap, latents = megatron_job("deepseek-v3", selective="cheap"), megatron_job("deepseek-v3")
-    one, other = (activations.layer(of, row, moe=True) for of in (cheap, latents))
+    one, other = (activations.layer(of, row, LayerKind(mlp="moe")) for of in (cheap, latents))
     smaller = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
     assert smaller == {"qkv input", "mlp input", "expert activation"}
     assert other.kept["q, k, v"][0] == 0
     machine = ClusterRates(latents)
-    piece = component_times(Workload(latents, row, machine)).moe
+    piece = component_times(Workload(latents, row, machine)).layers[-1]
     assert piece is not None
-    up = [one for one in operators.layer(latents, row, machine, moe=True).matmuls if one.name in ("q up", "kv up")]
+    up = [one for one in operators.layer(latents, row, machine, LayerKind(mlp="moe")).matmuls if one.name in ("q up", "kv up")]
     assert len(up) == 2
     assert piece.recompute.input_grad == pytest.approx(operators.matmul_passes(machine, up).forward)
 
@@ -110,13 +111,12 @@ def test_latent_recomputation_frees_qkv_and_repeats_two_matmuls() -> None:
 )
 def test_modules_that_selective_recomputation_repeats(model: str, selective: str, dropped: set[str]) -> None:
     of = megatron_job(model, selective=selective)
-    row, experts = LayoutColumns.of([Layout(dp=16, recompute="selective")]), of.model.moe is not None
-    saved = activations.layer(of, row, moe=experts)
+    row, kind = LayoutColumns.of([Layout(dp=16, recompute="selective")]), of.model.kind(0)
+    saved = activations.layer(of, row, kind)
     assert {name for name in saved.kept if saved.kept[name][0] < saved.modules[name][0]} == dropped
     times = component_times(Workload(of, row, ClusterRates(of)))
-    component = times.moe if experts else times.dense
-    assert component is not None
-    compute = operators.layer(of, row, ClusterRates(of), moe=experts)
+    (component,) = times.layers
+    compute = operators.layer(of, row, ClusterRates(of), kind)
     repeated = compute.memory_bound.forward - compute.never_repeated if dropped else compute.attention.forward
     assert component.recompute.input_grad == pytest.approx(repeated)
 

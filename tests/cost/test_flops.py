@@ -7,6 +7,7 @@ import pytest
 from ultrascale.cost import flops
 from ultrascale.cost.estimate import estimate
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
@@ -82,7 +83,7 @@ def test_moe_counts_active_experts_and_the_router() -> None:
     """Mixtral-8x7B per layer: attention 2·(2·4096² + 2·4096·1024), router 2·4096·8, two experts of 2·3·4096·14336."""
     model = Model.load("mixtral-8x7b")
     by_hand = 2 * (2 * 4096**2 + 2 * 4096 * 1024) + 2 * 4096 * 8 + 2 * 2 * 3 * 4096 * 14336
-    assert flops.layer_matmul_flops(model, moe=True) == by_hand
+    assert flops.layer_matmul_flops(model, LayerKind(mlp="moe")) == by_hand
 
 
 def test_mla_counts_latents_and_expansion() -> None:

@@ -11,6 +11,7 @@ from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.network import Op, mesh
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.efficiency import Efficiency
 from ultrascale.specs.framework import Framework
@@ -43,7 +44,7 @@ def host_job(model: Model, layout: Layout, seq: int, constants: Efficiency = ON_
 
 def attended(model: str, seq: int, constants: Efficiency = ON_HOST) -> tuple[float, float]:
     job = host_job(Model.load(model), Layout(), seq, constants)
-    passes = kernels.attention_passes(job, LayoutColumns.of([Layout()]), ClusterRates(job))
+    passes = kernels.mixer_passes(job, LayoutColumns.of([Layout()]), ClusterRates(job), LayerKind())
     return float(passes.forward[0]), float(passes.input_grad[0])
 
 
@@ -78,7 +79,7 @@ def test_short_sequences_use_small_query_blocks() -> None:
 def test_operators_add_up(recompute: str, forward: int, backward: int) -> None:
     layout = Layout(recompute=recompute)
     job = host_job(Model.load("tiny"), layout, 128)
-    launched = operators.layer(job, LayoutColumns.of([layout]), ClusterRates(job), moe=False).launch
+    launched = operators.layer(job, LayoutColumns.of([layout]), ClusterRates(job), LayerKind()).launch
     assert float(launched.forward[0]) == pytest.approx(4e-6 * forward)
     assert float(launched.input_grad[0]) == pytest.approx(4e-6 * backward)
 
@@ -105,7 +106,7 @@ def test_matmuls_read_and_write_their_operands() -> None:
 def test_elementwise_passes_by_hand() -> None:
     layout = Layout(mbs=2)
     job = host_job(Model.load("mini"), layout, 64)
-    passes = host.cpu_elementwise(job, LayoutColumns.of([layout]), ClusterRates(job), moe=False)
+    passes = host.cpu_elementwise(job, LayoutColumns.of([layout]), ClusterRates(job), LayerKind())
     # mini: hidden and queries 256 wide, keys 128, gates 768. Forward 2·7 + 6 of hidden, 10 + 2 of queries and keys, 5 of gates.
     assert float(passes.forward[0]) == pytest.approx(128 * 4 * (20 * 256 + 12 * 384 + 5 * 768) / BANDWIDTH)
     assert float(passes.input_grad[0]) == pytest.approx(128 * 4 * (53 * 256 + 14 * 384 + 11 * 768) / BANDWIDTH)
@@ -142,7 +143,7 @@ def test_gpu_estimates_ignore_host_constants() -> None:
         )
     ]
     columns = LayoutColumns.of([layout])
-    totals = [operators.layer(one, columns, ClusterRates(one), moe=False).total.total for one in jobs]
+    totals = [operators.layer(one, columns, ClusterRates(one), LayerKind()).total.total for one in jobs]
     assert totals[0] == totals[1]
     for end in (operators.head, operators.embedding):
         assert not end(jobs[0], columns, ClusterRates(jobs[0])).launch.total.any()
@@ -154,7 +155,7 @@ def test_launches_go_on_while_collectives_run() -> None:
     eager = Framework.load("nanotron")
     job = Job(model=Model.load("llama-3.2-1b"), cluster=Cluster.load("8xh100"), seq=512, batch_tokens=512, framework=eager)
     rows = LayoutColumns.of([layout])
-    host_s = 3 * float(host.layer_launch_s(job, rows, ClusterRates(job), False)[0])
+    host_s = 3 * float(host.layer_launch_s(job, rows, ClusterRates(job), LayerKind())[0])
     time = estimate(job, layout).time
     layers = job.model.layers
     assert time.tensor_s > 0

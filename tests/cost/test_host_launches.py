@@ -36,7 +36,7 @@ def launches(job: Job, layout: Layout) -> float:
 
 def starts(job: Job, layout: Layout) -> tuple[float, float]:
     """Of kernels that stream, in the passes of a step and in its optimizer."""
-    share = RankShare.constant((job.model.layers, 0, 1, 1), 1)
+    share = RankShare.whole(job.model, 1)
     forward, backward, optimizer = host.kernel_starts_s(job, LayoutColumns.of([layout]), share)
     return float(layout.gas * (forward + backward)[0]), float(optimizer[0])
 
@@ -108,7 +108,7 @@ def test_steps_without_a_cuda_graph_are_unchanged(job: Job, layout: Layout) -> N
 def idle(forward_s: float, backward_s: float, head_s: float, gas: int = 1) -> float:
     """Of a GPU that needs so long for layers which take the host 16 · (14 + 29) ms, with 40 ms for both ends."""
     job, zero = job_of(kernel_launch_s=1e-3, step_overhead_s=0.0), np.zeros(1)
-    columns, share = LayoutColumns.of([Layout(gas=gas)]), RankShare.constant((16, 0, 1, 1), 1)
+    columns, share = LayoutColumns.of([Layout(gas=gas)]), RankShare.whole(job.model, 1)
     layers = Passes(np.asarray([forward_s]), np.asarray([backward_s]), zero)
     head = Passes(np.asarray([head_s]), zero, zero)
     weights = host.weights_launch_s(job.model, ClusterRates(job), share.layers)  # 72 ms

@@ -15,14 +15,14 @@ from ultrascale.cost.kernels import (
     STEADY_S,
     Coefficients,
     Surface,
-    attention_passes,
     gemm_surfaces,
     gemm_time_s,
     linear_attention_passes,
     load_surface,
+    mixer_passes,
     outside_range,
 )
-from ultrascale.specs.blocks import LinearAttention
+from ultrascale.specs.blocks import LayerKind, LinearAttention
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.framework import Framework
@@ -212,7 +212,7 @@ def test_attention_takes_the_mean_of_layers_with_and_without_a_window(cluster: s
     def forward_s(**fields: object) -> float:
         model = Model.load("llama-3.2-1b").model_copy(update={"layers": 6, **fields})
         job = Job(model=model, cluster=Cluster.load(cluster), seq=16384, batch_tokens=16384)
-        return float(attention_passes(job, LayoutColumns.of([Layout()]), ClusterRates(job)).forward[0])
+        return float(mixer_passes(job, LayoutColumns.of([Layout()]), ClusterRates(job), LayerKind()).forward[0])
 
     local, full = forward_s(sliding_window=1024), forward_s()
     mixed = forward_s(sliding_window=1024, attention_pattern=("local",) * 5 + ("full",))

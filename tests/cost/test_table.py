@@ -260,11 +260,11 @@ def test_rows_that_share_their_compute_take_as_long_as_each_by_itself() -> None:
     machine = ClusterRates(job)
     every = LayoutColumns.joined([table.columns for table in cores(job, LayoutConstraints())])
     rows = every.take(np.random.default_rng(0).permutation(len(every)))
-    together = component_totals(Workload(job, rows, machine)).moe
+    together = component_totals(Workload(job, rows, machine)).layers[-1]
     assert together is not None
     some = np.flatnonzero((rows.tp == 4) & (rows.cp == 1) & (rows.ep == 2) & (rows.pp > 1))[:40]
     assert len({*rows.expert_cut[some].tolist()}) == 2
     for row in some:
-        alone = component_totals(Workload(job, rows.take(slice(row, row + 1)), machine)).moe
+        alone = component_totals(Workload(job, rows.take(slice(row, row + 1)), machine)).layers[-1]
         assert alone is not None
         assert together.total[row] == alone.total[0]

@@ -17,6 +17,7 @@ from ultrascale.launch.cpu_rates import CPURates, LinkRate
 from ultrascale.launch.machine import cpu_cluster
 from ultrascale.model.rotary import tables
 from ultrascale.model.transformer import Block
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -45,7 +46,7 @@ def test_a_layers_memory_traffic_equals_the_model(name: str) -> None:
     model, layout = Model.load(name), Layout(mbs=4)
     cluster = cpu_cluster(1, CPURates(1e10, BANDWIDTH, 5e-6, 5e9, 5e9, 5e8), LinkRate(1e9, 1e-4), 2.0**34)
     job = Job(model=model, cluster=cluster, seq=SEQ, batch_tokens=4 * SEQ, precision="fp32")
-    law = host.cpu_elementwise(job, LayoutColumns.of([layout]), ClusterRates(job), moe=False)
+    law = host.cpu_elementwise(job, LayoutColumns.of([layout]), ClusterRates(job), LayerKind())
     block, rope = Block(model, 0), tables(model, torch.arange(SEQ))
     x = torch.randn(4, SEQ, model.hidden, requires_grad=True)
     with Passed() as forward:

@@ -10,7 +10,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, prediction, without_imbalance
 from ultrascale.measure.rehearse_rank import rehearse_rank
-from ultrascale.specs.blocks import MLA, LinearAttention, MoE
+from ultrascale.specs.blocks import MLA, LinearAttention, Mamba2, MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -121,6 +121,25 @@ MODELS = {
         attention_pattern=("linear", "full"),
         **SHAPE,
     ),
+    "nemotron-h": Model(
+        name="nemotron-h",
+        kv_heads=2,
+        ffn=2048,
+        activation="relu2",
+        positions="none",
+        mamba=Mamba2(heads=16, head_dim=64, groups=4, state_dim=64),
+        attention_pattern=("mamba", "none", "full", "none", "mamba", "none", "mamba", "none"),
+        one_sublayer=True,
+        **{**SHAPE, "layers": 8},
+    ),
+    "mamba": Model(  # beside an MLP
+        name="mamba",
+        kv_heads=4,
+        ffn=1536,
+        mamba=Mamba2(heads=8, head_dim=64, groups=4, state_dim=32, conv_bias=False),
+        attention_pattern=("mamba", "full"),
+        **SHAPE,
+    ),
     "deep": Model(name="deep", kv_heads=2, ffn=1536, **{**SHAPE, "layers": 16}),
     "odd": Model(  # nothing divides among three
         name="odd", layers=5, hidden=320, heads=8, kv_heads=4, head_dim=40, ffn=1000, vocab=5003, qkv_bias=True, qk_norm=True
@@ -188,6 +207,11 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-next", {"recompute": "selective", "gas": 2}),
     ("linear", {"tp": 2}),
     ("linear", {"mbs": 8, "gas": 2, "recompute": "full", "recompute_layers": 3}),  # the last layer keeps all, and has attention
+    ("nemotron-h", {"dp": 2, "zero": 3, "gas": 2}),
+    ("nemotron-h", {"tp": 2, "recompute": "selective"}),
+    ("nemotron-h", {"pp": 4, "gas": 8}),  # no two stages have layers of the same kinds
+    ("nemotron-h", {"pp": 2, "tp": 2, "gas": 4, "recompute": "selective", "recompute_layers": 2}),
+    ("mamba", {"recompute": "full", "gas": 2}),
     ("gqa", {"adapter_rank": 16, "tp": 2}),
     ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
@@ -213,6 +237,21 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
         for fields in _EVERY
         if (model, fields) not in FAST and not (model == "gpt-oss" and fields == {"cp": 2})  # windows are not cut in tiles
     ),
+    *(
+        (model, fields)
+        for model in ("qwen3-next", "linear", "nemotron-h", "mamba")
+        for fields in _EVERY
+        if (model, fields) not in FAST and "cp" not in fields
+    ),
+    ("nemotron-h", {"dp": 2, "zero": 1, "gas": 2}),
+    ("nemotron-h", {"dp": 2, "zero": 2}),
+    ("nemotron-h", {"dp": 2, "zero": 3, "gas": 2, "optimizer": "muon"}),
+    ("nemotron-h", {"dp": 2, "zero": 3, "precision": "fp32"}),
+    ("nemotron-h", {"gas": 2, "recompute": "full", "recompute_layers": 3}),
+    ("nemotron-h", {"pp": 3, "dp": 2, "gas": 6, "zero": 3}),
+    ("nemotron-h", {"pp": 2, "dp": 2, "gas": 4, "zero": 1}),
+    ("nemotron-h", {"pp": 2, "gas": 4, "schedule": "zb-v", **TWO}),
+    ("nemotron-h", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "dualpipe-v", **TWO}),
     ("gpt-oss", {"dp": 2, "zero": 1, "gas": 2}),
     ("gpt-oss", {"dp": 2, "ep": 2, "zero": 3, "gas": 2}),
     ("gpt-oss", {"dp": 3, "zero": 3, "gas": 2}),

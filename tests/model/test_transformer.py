@@ -17,6 +17,7 @@ from ultrascale.cost.memory import activations
 from ultrascale.model.rotary import tables
 from ultrascale.model.self_attention import CausalAttention
 from ultrascale.model.transformer import Block, CrossEntropy, Transformer
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
@@ -256,7 +257,7 @@ def saved_bytes(model: Model, length: int, batch: int = 1) -> int:
 def test_a_block_saves_what_the_memory_model_counts(change: dict[str, Any]) -> None:
     model, length = Model.load("tiny").model_copy(update=change), 256
     job = make_job(model, "1xh100", length, 1, precision="fp32")
-    law = activations.layer(job, LayoutColumns.of([Layout()]), moe=False).total[0]
+    law = activations.layer(job, LayoutColumns.of([Layout()]), LayerKind()).total[0]
     # Each of the two norms keeps a scale, LayerNorm a mean too, per token: a share of 1/hidden that the law leaves out.
     rows = 4 * length * (4 if model.norm == "layernorm" else 2)
     assert saved_bytes(model, length) == law + rows

@@ -16,6 +16,7 @@ from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import count, gib
+from ultrascale.specs.weights import mean_multiplied_elements
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def strategies(plan: Plan) -> list[Strategy]:
     own = on_rank(model, row, stage_share)
     rank_parameters = float(own.total[0])
     # Of a MoE layer only the parameters that a token uses compute, while gradients of all that a rank holds travel.
-    layer = flops.layer_matmul_flops(model, moe=model.moe_layers > 0) / 2
+    layer = mean_multiplied_elements(model)
     effective_tokens = tokens * model.active_parameters / _parameters_per_replica(model, x)
 
     def communication(technique: str, pattern: str) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ultrascale.schedules import REGISTRY, SCHEDULES
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.layout import ContextParallel, DataParallel, Dispatcher, Layout, Offload, Recompute
+from ultrascale.specs.model import Model
 
 Array = npt.NDArray[Any]
 AnyTable = TypeVar("AnyTable")
@@ -175,29 +178,69 @@ def decode(name: str, value: int) -> Any:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one pipeline rank holds, per row."""
+    """What one pipeline rank, or a chunk, holds, per row."""
 
     rank: Array
-    dense_layers: Array
-    moe_layers: Array
+    counts: Array
+    """layers of each kind: rows × kinds"""
     embedding: Array
     head: Array
-    kept_dense_layers: Array = NOTHING
-    """of them, those that recompute nothing though others do"""
-    kept_moe_layers: Array = NOTHING
+    kept: Array
+    """of these layers, those that recompute nothing though others do"""
+    begin: Array
+    """a layer of the model from which on layers follow each other as they do here; -1: of several chunks"""
+    kinds: tuple[LayerKind, ...]
+
+    @classmethod
+    def of_numbers(cls, model: Model, rank: Array, numbers: Array) -> RankShare:
+        """From the inverse of `numbers`: rows × numbers."""
+        kinds = tuple(model.layer_kinds)
+        counts, embedding, head, kept, begin = np.split(numbers, np.cumsum([len(kinds), 1, 1, len(kinds)]), axis=1)
+        return cls(rank, counts, embedding[:, 0], head[:, 0], kept, begin[:, 0], kinds)
+
+    @property
+    def numbers(self) -> Array:
+        return np.column_stack((self.counts, self.embedding, self.head, self.kept, self.begin))
+
+    @classmethod
+    def whole(cls, model: Model, rows: int) -> RankShare:
+        """A rank that has all of the model, repeated for a table of rows."""
+        counts = [*model.layer_kinds.values()]
+        return cls.repeated(model, (*counts, 1, 1, *[0] * len(counts), 0), rows)
+
+    @classmethod
+    def repeated(cls, model: Model, numbers: Sequence[int], rows: int) -> RankShare:
+        """One rank's share for a table of rows."""
+        return cls.of_numbers(model, np.zeros(rows, dtype=np.int64), np.tile(np.asarray(numbers), (rows, 1)))
+
+    def each(self) -> Iterator[tuple[LayerKind, Array, Array]]:
+        """Of each kind the number of layers, and of those that are kept."""
+        return zip(self.kinds, self.counts.T, self.kept.T, strict=True)
 
     @property
     def layers(self) -> Array:
-        return np.asarray(self.dense_layers + self.moe_layers)
+        return np.asarray(self.counts.sum(axis=1))
+
+    @property
+    def moe_layers(self) -> Array:
+        return np.asarray(self.counts[:, [kind.has_experts for kind in self.kinds]].sum(axis=1))
 
     @property
     def recomputed_fraction(self) -> Array:
-        return np.asarray(1 - (self.kept_dense_layers + self.kept_moe_layers) / np.maximum(1, self.layers))
+        return np.asarray(1 - self.kept.sum(axis=1) / np.maximum(1, self.layers))
 
-    @classmethod
-    def constant(cls, share: tuple[int, ...], rows: int) -> RankShare:
-        """One rank's share repeated for a table of rows."""
-        return cls(np.zeros(rows, dtype=np.int64), *(np.full(rows, value) for value in share))
+
+def kinds_before(model: Model) -> Array:
+    """How many of the model's first 0, 1, … layers are of each kind: rows × kinds."""
+    return _kinds_before(model.each_kind)
+
+
+@lru_cache(maxsize=256)
+def _kinds_before(each_kind: tuple[LayerKind, ...]) -> Array:
+    kinds = tuple(dict.fromkeys(each_kind))
+    found = np.zeros((len(each_kind) + 1, len(kinds)), dtype=np.int64)
+    found[np.arange(len(each_kind)) + 1, [kinds.index(kind) for kind in each_kind]] = 1
+    return found.cumsum(axis=0)
 
 
 def rows_of(table: AnyTable, rows: Array | slice) -> AnyTable:
@@ -208,6 +251,8 @@ def rows_of(table: AnyTable, rows: Array | slice) -> AnyTable:
             return value[rows]
         if is_dataclass(value) and not isinstance(value, type):
             return type(value)(*(picked(getattr(value, name)) for name in value.__dataclass_fields__))
+        if isinstance(value, tuple) and all(map(is_dataclass, value)):
+            return tuple(map(picked, value))
         return value
 
     result: AnyTable = picked(table)

@@ -22,6 +22,7 @@ from ultrascale.cost.memory.states import (
 )
 from ultrascale.cost.network import CollectiveTransfer, CommGroup, Op, exposed, group, transfer
 from ultrascale.cost.operators import layer_matmuls, matmul_passes, mlp_matmuls
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 
 # ----------------------------------------------------------------------------------------------------------------------- data
@@ -169,25 +170,23 @@ class TensorTraffic:
     latents: tuple[LatentTransfers, ...] = ()
     """what enters latent attention in our engine: the inputs of the up-projections, and the rotated key of all heads"""
 
-    @property
-    def layer_s(self) -> Array:
+    def layer_s(self, kind: LayerKind) -> Array:
         """One direction of one layer: each region is entered and left."""
         # Either direction waits for scales: they are gathered, or agreed upon.
         gather_s = self.layer_gather_s + self.narrow_share * self.scales.time_s
         region = np.where(self.with_sequence, gather_s + self.scatter.time_s, self.reduce.time_s)
         if not self.latents:
-            return np.asarray(SUBLAYERS * region)
+            return np.asarray(kind.sublayers * region)
         entered_s = np.where(self.with_sequence, sum(one.gather.time_s for one in self.latents) - gather_s, 0.0)
-        return np.asarray(SUBLAYERS * region + entered_s)
+        return np.asarray(kind.sublayers * region + entered_s)
 
     @property
     def layer_gather_s(self) -> Array:
         return np.asarray(self.gather.time_s + self.narrow_share * (self.narrow_gather.time_s - self.gather.time_s))
 
-    @property
-    def gather_again_s(self) -> Array:
+    def gather_again_s(self, kind: LayerKind) -> Array:
         """Backward gathers the saved, sequence-cut inputs once more for the weight gradients; it hides behind matmuls."""
-        return np.where(self.with_sequence, SUBLAYERS * (1 + self.gathers_gradients_again) * self.layer_gather_s, 0.0)
+        return np.where(self.with_sequence, kind.sublayers * (1 + self.gathers_gradients_again) * self.layer_gather_s, 0.0)
 
 
 def tensor_traffic(work: Workload) -> TensorTraffic:
@@ -222,16 +221,16 @@ def _latent_transfers(work: Workload) -> Iterator[LatentTransfers]:
         yield LatentTransfers(gather, scatter, reduce, gathered_again=name != "key")
 
 
-def tensor_pieced_s(work: Workload, inside: TensorTraffic, moe: bool) -> Array:
+def tensor_pieced_s(work: Workload, inside: TensorTraffic, kind: LayerKind) -> Array:
     """Of one direction of one layer, what may hide behind matmuls that are cut along with the collective.
 
     Transformer Engine's user buffers pass one rank's piece on while the matmul of the piece already there runs, so all but one
     of tp pieces may hide. They need sequence parallelism and the links of one node, and experts' matmuls are not cut. Our own
     engine's chunks (train.tp_chunks) are a setting of a run, which estimates do not know: none of it hides.
     """
-    share = 0.0 if moe else work.job.framework.tensor_overlap
+    share = 0.0 if kind.has_experts else work.job.framework.tensor_overlap
     there = inside.with_sequence & (work.columns.tp <= work.job.cluster.fast_domain)
-    return np.where(there, share * (1 - 1 / work.columns.tp) * inside.layer_s, 0.0)
+    return np.where(there, share * (1 - 1 / work.columns.tp) * inside.layer_s(kind), 0.0)
 
 
 # -------------------------------------------------------------------------------------------------------------------- context
@@ -378,7 +377,7 @@ def _overlapped(work: Workload, all_to_all: CollectiveTransfer, both: Array, win
     pass where that is faster, its price included.
     """
     job, columns, machine = work.job, work.columns, work.machine
-    matmuls = [matmul for matmul in layer_matmuls(job, columns, moe=True) if matmul.name.startswith("expert ")]
+    matmuls = [matmul for matmul in layer_matmuls(job, columns, LayerKind("none", "moe")) if matmul.name.startswith("expert ")]
     staying = 1 / columns.ep
     whole, own, others = (
         matmul_passes(machine, [replace(matmul, m=share * matmul.m) for matmul in matmuls])

@@ -18,7 +18,6 @@ from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.ranges import estimate_range
 from ultrascale.cost.stages import LayoutRows, pipelines_s, views
 from ultrascale.schedules import makespan
-from ultrascale.specs.errors import SpecError
 from ultrascale.specs.estimate import OWNERS, ActivationItem, Estimate, Memory, StageMemory, Time
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -99,8 +98,6 @@ def drafts(job: Job, layouts: Sequence[Layout]) -> list[DraftEstimate]:
 
 def memory_drafts(job: Job, layouts: Sequence[Layout]) -> list[MemoryDraft]:
     """The memory of each, without its time."""
-    if job.model.mamba is not None or job.model.one_sublayer:
-        raise SpecError(f"{job.model.name} has layers of one sublayer or Mamba-2, whose memory and time have no law yet")
     if not legal_rows(job, LayoutColumns.of(layouts)).all():
         for layout in layouts:
             check(job, layout)
@@ -286,10 +283,10 @@ def _activation_items(view: LayoutRows, peak: Peak) -> list[ActivationItem]:
     """What each module keeps on the peak stage, largest first; the last is alive for a moment only."""
     share = view.chunk_share
     kept: dict[str, float] = {}
-    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+    for kind, layers, _ in share.each():
         count = sum(waiting * float(layers[chunk]) for chunk, waiting in peak.chunks.items())
         if count:
-            for module, each in activations.layer(view.job, view.row, moe).kept.items():
+            for module, each in activations.layer(view.job, view.row, kind).kept.items():
                 kept[module] = kept.get(module, 0.0) + count * float(np.broadcast_to(each, 1)[0])
     rest = peak.activations - sum(kept.values())
     name = "logits and loss" if "loss" in peak.moment else "working set of the layer in backward"
@@ -304,8 +301,9 @@ def _range_notes(view: LayoutRows) -> list[str]:
     if surface is None:
         return []
     outside: dict[str, list[str]] = {}
-    for matmul in layer_matmuls(view.job, view.row, moe=bool(view.job.model.moe_layers)):
+    kinds = view.job.model.layer_kinds
+    for matmul in (matmul for kind in kinds for matmul in layer_matmuls(view.job, view.row, kind)):
         shape = (float(np.max(axis)) for axis in (matmul.m, matmul.n, matmul.k))
-        if sentence := kernels.outside_range(surface, *shape):
-            outside.setdefault(sentence, []).append(matmul.name)
+        if (sentence := kernels.outside_range(surface, *shape)) and matmul.name not in outside.setdefault(sentence, []):
+            outside[sentence].append(matmul.name)
     return [f"matmul {', '.join(names)}: {sentence}, extrapolated" for sentence, names in outside.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.model import Model
 from ultrascale.specs.weights import multiplied_elements
 
@@ -16,21 +17,17 @@ def compute_approximate(parameters: float, tokens: float) -> float:
     return 6 * parameters * tokens
 
 
-def layer_matmul_flops(model: Model, moe: bool) -> float:
+def layer_matmul_flops(model: Model, kind: LayerKind) -> float:
     """Forward GEMMs of one layer per token, attention scores left out."""
-    return 2.0 * multiplied_elements(model, moe)
+    return 2.0 * multiplied_elements(model, kind)
 
 
 def windows(model: Model, seq: int) -> list[tuple[float, int]]:
-    """Shares of the layers, and how many tokens their attention sees at most: all of the sequence, or the sliding window.
-
-    Linear attention is none of them.
-    """
-    window, local = model.sliding_window, model.local_layers / model.layers
-    full = 1 - model.linear_layers / model.layers
+    """Shares of the layers with attention, and how many tokens it sees at most: all of the sequence, or the sliding window."""
+    window, local = model.sliding_window, model.local_layers / max(1, model.attention_layers)
     if window is None or window >= seq or not local:
-        return [(full, seq)]
-    return [(local, window)] if local == full else [(full - local, seq), (local, window)]
+        return [(1.0, seq)]
+    return [(1.0, window)] if local == 1 else [(1 - local, seq), (local, window)]
 
 
 def score_flops_within(model: Model, seq: int, window: int, causal: bool) -> float:
@@ -44,11 +41,12 @@ def score_flops_within(model: Model, seq: int, window: int, causal: bool) -> flo
 
 
 def score_flops(model: Model, seq: int, causal: bool) -> float:
-    """The same in the mean over the layers, of which some may have a sliding window."""
+    """The same in the mean over the layers with attention, of which some may have a sliding window."""
     return sum(share * score_flops_within(model, seq, window, causal) for share, window in windows(model, seq))
 
 
-DELTA_CHUNK = 64  # tokens that linear attention computes at a time (model/linear_attention.py)
+MAMBA_SEGMENT = 1024  # tokens of a sequence that Mamba-2 computes together (model/mamba.py)
+DELTA_CHUNK = 64  # tokens that linear attention and Mamba-2 compute at a time (model/linear_attention.py)
 
 
 def linear_attention_flops(model: Model) -> float:
@@ -65,9 +63,28 @@ def linear_attention_flops(model: Model) -> float:
     return float(linear.value_heads * each)
 
 
-def mixer_flops(model: Model, seq: int, causal: bool) -> float:
-    """Forward FLOPs per token of attention and linear attention in the mean over the layers, projections left out."""
-    return score_flops(model, seq, causal) + model.linear_layers / model.layers * linear_attention_flops(model)
+def mamba_flops(model: Model) -> float:
+    """Forward FLOPs per token of one Mamba-2 layer, projections and convolutions left out.
+
+    Per group the scores of a chunk's tokens, 2·C·n; per head their values, 2·C·p, and two matmuls with the state, 4·n·p.
+    """
+    mamba = model.mamba
+    if mamba is None:
+        return 0.0
+    states, width = mamba.state_dim, mamba.head_dim
+    return float(mamba.groups * 2 * DELTA_CHUNK * states + mamba.heads * (2 * DELTA_CHUNK * width + 4 * states * width))
+
+
+def mixer_flops(model: Model, kind: LayerKind, seq: int, causal: bool) -> float:
+    """Forward FLOPs per token of one layer's attention, or of what is in its place, projections left out."""
+    if kind.mixer == "attention":
+        return score_flops(model, seq, causal)
+    return {"linear": linear_attention_flops(model), "mamba": mamba_flops(model), "none": 0.0}[kind.mixer]
+
+
+def mixers_flops(model: Model, seq: int, causal: bool) -> float:
+    """The same of all layers."""
+    return sum(count * mixer_flops(model, kind, seq, causal) for kind, count in model.layer_kinds.items())
 
 
 def head_flops(model: Model) -> float:
@@ -76,7 +93,7 @@ def head_flops(model: Model) -> float:
 
 def matmul_flops(model: Model) -> float:
     """Forward FLOPs per token of every layer's matmuls; scores and head left out."""
-    return sum(count * layer_matmul_flops(model, moe) for count, moe in ((model.dense_layers, False), (model.moe_layers, True)))
+    return sum(count * layer_matmul_flops(model, kind) for kind, count in model.layer_kinds.items())
 
 
 def selective_matmul_flops(model: Model, policy: str) -> float:
@@ -90,7 +107,7 @@ def selective_matmul_flops(model: Model, policy: str) -> float:
 
 def forward_flops(model: Model, seq: int, causal: bool) -> float:
     """Forward FLOPs per token of the whole model; embedding look-ups are none."""
-    return matmul_flops(model) + model.layers * mixer_flops(model, seq, causal) + head_flops(model)
+    return matmul_flops(model) + mixers_flops(model, seq, causal) + head_flops(model)
 
 
 def model_flops(model: Model, seq: int, causal: bool = False) -> float:
@@ -115,5 +132,5 @@ def hardware_flops(
     if recompute == "selective" and fused:
         return base + recomputed * model.layers * 2.0 * 2 * model.hidden * model.ffn
     if recompute == "selective" and attention == "plain":
-        return base + recomputed * model.layers * score_flops(model, seq, causal)
+        return base + recomputed * model.attention_layers * score_flops(model, seq, causal)
     return base

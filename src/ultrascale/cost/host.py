@@ -22,10 +22,12 @@ from pydantic import BaseModel, ConfigDict
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.states import accumulates_nothing, compute_bytes, eager, uses_fused_blocks
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.files import package_data
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
+from ultrascale.specs.weights import layer_weights
 
 
 class PassCounts(NamedTuple):
@@ -148,13 +150,14 @@ def collective_calls_s(columns: LayoutColumns, machine: ClusterRates) -> Array:
     return np.where(columns.tp > 1, 4 * columns.tp * each, 0.0)
 
 
-def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Array:
+def layer_launch_s(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> Array:
     """Host time to launch one layer's forward in any engine; backward takes twice as long."""
     compiled, routing = constants().compiled_layer, getattr(constants().routing, job.framework.routing)
-    kernels = np.full(len(columns), float(compiled.kernels)) + (compiled.routing if moe else 0)
-    if not moe or job.model.moe is None:
+    share = kind.sublayers / 2  # of a layer of attention and MLP
+    kernels = np.full(len(columns), share * compiled.kernels) + (compiled.routing if kind.has_experts else 0)
+    if not kind.has_experts or job.model.moe is None:
         each_s = machine.launch_s * launch_relative_to_bare(job, columns)
-        return np.asarray(each_s * kernels + collective_calls_s(columns, machine))
+        return np.asarray(each_s * kernels + share * collective_calls_s(columns, machine))
     launch_s = machine.launch_s * relative_to_compiled(job, columns, "launch")
     per_expert = routing.kernels_per_expert * (2 if job.precision == "fp8" else 1)
     kernels = kernels + per_expert * job.model.moe.experts / columns.ep
@@ -188,8 +191,11 @@ def weights_launch_s(model: Model, machine: ClusterRates, layers: Array) -> Arra
     return np.asarray(operators.weight * machine.launch_s * weights_of(model) * layers)
 
 
-def weights_of(model: Model) -> int:
-    """Parameters of a layer, a matrix or a vector each."""
+def weights_of(model: Model) -> float:
+    """Parameters of a layer, a matrix or a vector each, in the mean over layers of one sublayer or Mamba-2."""
+    if model.one_sublayer or model.mamba is not None:
+        each = sum(count * len(layer_weights(model, kind)) for kind, count in model.layer_kinds.items())
+        return each / model.layers
     biases = 3 * model.qkv_bias + model.attention_output_bias + 2 * model.mlp_bias + 2 * model.qk_norm
     return 4 + (3 if model.gated else 2) + 2 + biases
 
@@ -206,6 +212,11 @@ def dense_layer_launch_s(
     forward = each * np.where(plain, constants().compiled_layer.kernels, queue.layer.forward) + calls_s
     backward = each * (queue.layer.backward + queue.bias * biases + again) + 2 * calls_s
     return forward, np.where(plain, 2 * forward, backward)
+
+
+def pairs_of_sublayers(model: Model, share: RankShare) -> Array:
+    """As many layers of attention and MLP as have as many sublayers."""
+    return np.asarray(share.layers * model.sublayers / (2 * model.layers))
 
 
 def idle_s(
@@ -226,7 +237,7 @@ def idle_s(
     """
     queue, gas = constants().launch_queue, columns.gas
     each_layer = dense_layer_launch_s(job, columns, machine, share.recomputed_fraction)
-    forward, backward = (launch_s * share.layers for launch_s in each_layer)
+    forward, backward = (launch_s * pairs_of_sublayers(job.model, share) for launch_s in each_layer)
     ends = queue.ends * machine.launch_s * job.framework.launch
     weights = weights_launch_s(job.model, machine, share.layers)
     backward = backward + np.where(accumulates_nothing(job, columns), 0.0, weights)
@@ -266,7 +277,8 @@ def kernel_starts_s(job: Job, columns: LayoutColumns, share: RankShare) -> tuple
     weights = weights_of(job.model) * share.layers
     sums = np.where(accumulates_nothing(job, columns), 0, weights)
     start = queue.start_s
-    return start * forward * share.layers, start * (backward * share.layers + sums), start * 2 * weights
+    layers = pairs_of_sublayers(job.model, share)
+    return start * forward * layers, start * (backward * layers + sums), start * 2 * weights
 
 
 def layer_starts_s(job: Job, columns: LayoutColumns) -> Passes:
@@ -278,13 +290,13 @@ def layer_starts_s(job: Job, columns: LayoutColumns) -> Passes:
 # ------------------------------------------------------------------------------------------------------------------ on a CPU
 
 
-def cpu_layer(columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
+def cpu_layer(columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> Passes:
     """Host time of one layer's operators. A full recomputation's second forward is not in it, being a forward."""
     counts = constants().cpu_operators
     full, selective = columns.is_("recompute", "full"), columns.is_("recompute", "selective")
     forward, backward = (
-        counts.layer[i]
-        + counts.routing[i] * moe
+        kind.sublayers / 2 * counts.layer[i]
+        + counts.routing[i] * kind.has_experts
         + np.where(full, counts.full_recompute[i], np.where(selective, counts.selective_recompute[i], 0))
         for i in (0, 1)
     )
@@ -297,20 +309,20 @@ def cpu_end(columns: LayoutColumns, machine: ClusterRates, counts: PassCounts) -
     return Passes(each * counts.forward, each * counts.backward)
 
 
-def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
+def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> Passes:
     """Reading and writing by one layer's operators between the GEMMs, moving of tokens left aside."""
     model, tokens, counts = job.model, columns.tokens(job.seq), constants().cpu_tensors
     residual: Array = model.hidden / columns.sequence_cut
     heads = (model.q_dim + model.kv_dim) if model.mla is None else 2 * model.heads * model.qk_head_dim
-    width = mlp_width(job, columns, moe)
+    width, has_attention = mlp_width(job, columns, kind), kind.mixer == "attention"
     norm = counts.rmsnorm if model.norm == "rmsnorm" else counts.layernorm
     gate = counts.gated if model.gated else counts.plain
     grouped = model.mla is None and model.kv_heads < model.heads
     rotary = model.positions == "rotary"
     gradients = (0.0, counts.gemm_gradients)
     forward, backward = (
-        (2 * norm[i] + 2 * counts.residual[i] + gradients[i]) * residual
-        + (counts.rotary[i] * rotary + counts.kv_copies[i] * grouped) * heads / columns.tp
+        (kind.sublayers * norm[i] + kind.sublayers * counts.residual[i] + kind.sublayers / 2 * gradients[i]) * residual
+        + has_attention * (counts.rotary[i] * rotary + counts.kv_copies[i] * grouped) * heads / columns.tp
         + gate[i] * width
         for i in (0, 1)
     )
@@ -318,11 +330,11 @@ def cpu_elementwise(job: Job, columns: LayoutColumns, machine: ClusterRates, moe
     return Passes(machine.stream_s(bytes_ * forward), machine.stream_s(bytes_ * backward))
 
 
-def mlp_width(job: Job, columns: LayoutColumns, moe: bool) -> Array:
+def mlp_width(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Of the MLP's activations on the busiest rank, over all experts that a token visits."""
     model = job.model
-    if not moe or model.moe is None:
-        return np.asarray(model.ffn / columns.tp)
+    if not kind.has_experts or model.moe is None:
+        return np.asarray((kind.mlp == "dense") * model.ffn / columns.tp)
     rows = model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     return np.asarray((rows * model.moe.expert_ffn + model.moe.shared_expert_ffn) / columns.tp)
 

@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from ultrascale.cost import flops
 from ultrascale.cost.columns import Array, LayoutColumns, Passes
 from ultrascale.cost.memory.states import FP32, delta_rule_kernels
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.errors import SpecError, nearest
 from ultrascale.specs.files import package_data
 from ultrascale.specs.job import Job
@@ -205,6 +206,8 @@ DELTA_PASSES, DELTA_LAUNCHES = 48, (25, 90)
 # few sequences pass their states on; the same of backward, relative to forward.
 DELTA_RATE, DELTA_PARALLEL, DELTA_CHUNK_US = 0.044, (0.57, 2.07), (8.2, 10.0)
 DELTA_BACKWARD = 2.65
+# The same of a state space, operator by operator; not measured yet.
+MAMBA_PASSES, MAMBA_LAUNCHES = 48, (25, 90)
 # torch's kernel on a CPU skips what the mask hides in whole blocks of so many keys.
 CPU_KEY_BLOCK = 512
 # It takes queries by 32, from rows of 192 on by 64 and of 768 on by 256: a score of the first costs 1.4 times one of the second
@@ -230,15 +233,19 @@ def attention_imbalance(columns: LayoutColumns) -> Array:
     return np.where(contiguous & (columns.cp > 1), 2 - 1 / columns.cp, 1.0)
 
 
-def attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
-    """Seconds of one layer's attention on one rank, in the mean over layers with and without a sliding window; there are no
-    weights, so no weight gradient.
+def mixer_passes(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> Passes:
+    """Seconds of one layer's attention on one rank, or of what is in its place; there are no weights, so no weight gradient.
+
+    Attention is the mean over layers with and without a sliding window.
     """
+    if kind.mixer == "linear":
+        return linear_attention_passes(job, columns, machine)
+    if kind.mixer == "mamba":
+        return mamba_passes(job, columns, machine)
     found = Passes()
-    for share, window in flops.windows(job.model, job.seq):
+    for share, window in flops.windows(job.model, job.seq) if kind.mixer == "attention" else ():
         found = found + _attention_within(job, columns, machine, window).scaled(share)
-    linear = job.model.linear_layers / job.model.layers
-    return found if not linear else found + linear_attention_passes(job, columns, machine).scaled(linear)
+    return found
 
 
 def linear_attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
@@ -261,6 +268,21 @@ def linear_attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRa
     return Passes(*found)
 
 
+def mamba_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
+    """The same of one Mamba-2 layer's state space."""
+    mamba = job.model.mamba
+    assert mamba is not None
+    plain, tokens = job.framework.exact_memory_trace, columns.tokens(job.seq) / columns.tp
+    passes, width = (MAMBA_PASSES, 4) if plain else (1, 4 if job.precision == "fp32" else 2)
+    forward = machine.stream_s(passes * width * tokens * 2 * (mamba.inner_dim + mamba.group_dim))
+    if plain:
+        launches = [count * machine.launch_s * job.seq / flops.DELTA_CHUNK for count in MAMBA_LAUNCHES]
+        return Passes(np.maximum(forward, launches[0]), np.maximum(3 * forward, launches[1]))
+    work = flops.mamba_flops(job.model) * tokens
+    forward = np.maximum(forward, work / (DELTA_RATE * machine.attention_peak_flops))
+    return Passes(forward, 2 * forward)
+
+
 def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, window: int) -> Passes:
     tokens, each = columns.tokens(job.seq), flops.score_flops_within(job.model, job.seq, window, causal=True)
     work = each * tokens / columns.tp * attention_imbalance(columns)
@@ -280,10 +302,10 @@ def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, w
     return Passes(work / (peak * rate.forward * reach), BACKWARD_FLOPS * work / (peak * rate.backward * reach))
 
 
-def attention_flops(job: Job, columns: LayoutColumns) -> Array:
+def attention_flops(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
     work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
-    return np.asarray((1 + BACKWARD_FLOPS) * work)
+    return np.asarray((kind.mixer == "attention") * (1 + BACKWARD_FLOPS) * work)
 
 
 def _cpu_attention(job: Job, machine: ClusterRates, work: Array, work_of_token: float) -> Passes:

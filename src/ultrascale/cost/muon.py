@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.states import expert_slices
 from ultrascale.cost.network import CollectiveTransfer, CommGroup, exposed, group, transfer
-from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.weights import layer_weights, mlp
@@ -210,14 +208,9 @@ def stacks(job: Job, columns: LayoutColumns, share: RankShare) -> list[StackedMa
 def _dense(model: Model, columns: LayoutColumns, share: RankShare) -> list[DealtMatrices]:
     tp, none = columns.tp, np.zeros(len(columns), dtype=np.int64)
     shards = np.where(columns.zero > 0, columns.shards, 1)
-    layers = list[tuple[Array, LayerKind]]()
-    for count, moe in ((share.dense_layers, False), (share.moe_layers, True)):
-        linear = np.rint(count * model.linear_share(moe)).astype(np.int64)
-        of: Literal["moe", "dense"] = "moe" if moe else "dense"
-        layers += [(count - linear, LayerKind("attention", of)), (linear, LayerKind("linear", of))]
     counts = [
         (count, Counter((one.rows, one.width, one.cut) for one in layer_weights(model, kind) if one.is_hidden_matrix))
-        for count, kind in layers
+        for kind, count, _ in share.each()
         if np.any(count)
     ]
     found, first = list[DealtMatrices](), none

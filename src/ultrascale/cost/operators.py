@@ -19,6 +19,7 @@ from ultrascale.cost.memory.states import (
     trained_fraction,
     uses_fused_blocks,
 )
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 
@@ -64,19 +65,22 @@ class LayerTime:
         return self.matmul + self.attention + self.memory_bound + self.launch
 
 
-def mixer_matmuls(job: Job, columns: LayoutColumns, tokens: Array, moe: bool) -> list[Matmul]:
-    """Projections of attention and of linear attention; the count of each is the share of the layers that have it."""
-    linear, share = job.model.linear_attention, job.model.linear_share(moe)
-    attention = attention_matmuls(job, columns, tokens)
-    if linear is None or not share:
-        return attention
-    outputs = 2 * (linear.key_dim + linear.value_dim + linear.value_heads) / columns.tp
-    h = np.asarray(float(job.model.hidden))
-    return [
-        *(replace(matmul, count=(1 - share) * matmul.count) for matmul in attention),
-        Matmul("linear attention input", tokens, outputs, h, share),
-        Matmul("linear attention output", tokens, h, linear.value_dim / columns.tp, share),
-    ]
+def mixer_matmuls(job: Job, columns: LayoutColumns, tokens: Array, kind: LayerKind) -> list[Matmul]:
+    """Projections of attention, or of what is in its place."""
+    linear, mamba, h = job.model.linear_attention, job.model.mamba, np.asarray(float(job.model.hidden))
+    if kind.mixer == "linear" and linear is not None:
+        outputs = 2 * (linear.key_dim + linear.value_dim + linear.value_heads) / columns.tp
+        return [
+            Matmul("linear attention input", tokens, outputs, h),
+            Matmul("linear attention output", tokens, h, linear.value_dim / columns.tp),
+        ]
+    if kind.mixer == "mamba" and mamba is not None:
+        outputs = (2 * mamba.inner_dim + 2 * mamba.group_dim + mamba.heads) / columns.tp
+        return [
+            Matmul("mamba input", tokens, outputs, h),
+            Matmul("mamba output", tokens, h, mamba.inner_dim / columns.tp),
+        ]
+    return attention_matmuls(job, columns, tokens) if kind.mixer == "attention" else []
 
 
 def attention_matmuls(job: Job, columns: LayoutColumns, tokens: Array) -> list[Matmul]:
@@ -109,10 +113,12 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
     return [Matmul(f"{name} up", m, up, h, count), Matmul(f"{name} down", m, h, width, count)]
 
 
-def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
+def layer_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
-    matmuls = mixer_matmuls(job, columns, tokens, moe)
-    if not moe:
+    matmuls = mixer_matmuls(job, columns, tokens, kind)
+    if kind.mlp == "none":
+        return matmuls
+    if kind.mlp == "dense":
         return matmuls + mlp_matmuls(model, "mlp", tokens, model.ffn / columns.tp)
     assert model.moe is not None
     local = model.moe.experts / columns.ep
@@ -124,6 +130,13 @@ def layer_matmuls(job: Job, columns: LayoutColumns, moe: bool) -> list[Matmul]:
     if model.moe.shared_experts:
         matmuls += mlp_matmuls(model, "shared expert", tokens, model.moe.shared_expert_ffn / columns.tp)
     return matmuls
+
+
+def last_matmul(kind: LayerKind) -> str:
+    """The name of a layer's last matmul; of experts' layers none stands alone at the end."""
+    if kind.mlp != "none":
+        return "mlp down"
+    return {"attention": "attention output", "linear": "linear attention output"}.get(kind.mixer, "mamba output")
 
 
 def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matmul]:
@@ -203,34 +216,35 @@ def _adapter_up(tokens: Array, width: Array, rank: Array) -> Matmul:
     return Matmul("adapter up", tokens, width, rank, in_fp8=False)
 
 
-def memory_bound_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
+def memory_bound_bytes(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Bytes that the operators between the matmuls of one layer read and write in forward, moving tokens left aside.
 
-    Two norms with their residual (read 2, write 2 residual-wide tensors each), rotary on q and k (read and write), and the
+    Norms with their residual (read 2, write 2 residual-wide tensors each), rotary on q and k (read and write), and the
     activation (gated: read 2, write 1).
     """
     model, tokens, b = job.model, columns.tokens(job.seq), compute_bytes(job)
     residual = np.where(autocast(job, columns), FP32, b) * tokens * model.hidden / columns.sequence_cut
     rotated_heads = model.heads + (model.kv_heads if model.mla is None else model.heads)
-    share = model.linear_share(moe)
-    rotary = (1 - share) * 2 * b * tokens * rotated_heads * model.qk_head_dim / columns.tp
-    if model.attention_gate:
-        rotary = rotary + (1 - share) * 3 * b * tokens * model.q_dim / columns.tp
-    if (linear := model.linear_attention) is not None:
-        # Convolutions read and write queries, keys and values; a norm and a gate read two and write one.
-        wide = 2 * (2 * linear.key_dim + linear.value_dim) + 3 * linear.value_dim
-        rotary = rotary + share * b * tokens * wide / columns.tp
-    activation = b * tokens * (3 if model.gated else 2) * host.mlp_width(job, columns, moe)
-    return np.asarray(8 * residual + rotary + activation)
+    width: float = 0
+    if kind.mixer == "attention":
+        width = 2 * rotated_heads * model.qk_head_dim + 3 * model.q_dim * model.attention_gate
+    # Convolutions read and write queries, keys and values, or x, B and C; a norm and a gate read two and write one.
+    elif kind.mixer == "linear" and (linear := model.linear_attention) is not None:
+        width = 2 * (2 * linear.key_dim + linear.value_dim) + 3 * linear.value_dim
+    elif kind.mixer == "mamba" and (mamba := model.mamba) is not None:
+        width = 2 * (mamba.inner_dim + 2 * mamba.group_dim) + 3 * mamba.inner_dim
+    mixer = b * tokens * width / columns.tp
+    activation = b * tokens * (3 if model.gated else 2) * host.mlp_width(job, columns, kind)
+    return np.asarray(4 * kind.sublayers * residual + mixer + activation)
 
 
-def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
+def permuted_bytes(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Routing reads and writes each routed token twice: permute, then weigh and add.
 
     What a plain all-to-all brings lies by rank: it is sorted by expert, and back again before it goes home. DeepEP, HybridEP
     and an all-gather bring a token once and permute on arrival.
     """
-    if not moe or job.model.moe is None:
+    if not kind.has_experts or job.model.moe is None:
         return np.zeros(len(columns))
     rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     tokens = columns.tokens(job.seq) / columns.sequence_cut
@@ -238,11 +252,12 @@ def permuted_bytes(job: Job, columns: LayoutColumns, moe: bool) -> Array:
     return np.asarray(np.where(sorts, 8, 4) * rows * compute_bytes(job) * tokens * job.model.hidden)
 
 
-def separate_biases(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> Passes:
+def separate_biases(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> Passes:
     """Biases of experts' outputs, in engines that add them outside the matmuls."""
-    if not (moe and job.model.moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
+    moe = job.model.moe if kind.has_experts else None
+    if not (moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
         return Passes()
-    rows = job.model.moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
+    rows = moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
     elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
     return Passes(machine.stream_s(SEPARATE_BIAS_FORWARD * elements), machine.stream_s(SEPARATE_BIAS_BACKWARD * elements))
 
@@ -304,43 +319,41 @@ def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
     chosen = columns.recompute_layers * columns.pp * columns.virtual_stages
     fraction = np.where(chosen > 0, np.minimum(1.0, chosen / job.model.layers), 1.0)
     again = np.where(columns.is_("recompute", "full"), fraction, 0.0)
-    moe_layers = job.model.moe_layers
-    for layers, moe in ((job.model.layers - moe_layers, False), (moe_layers, True)):
-        if layers:
-            busy = _busy(job, columns, machine, moe)
-            work = work + layers * (3 + again) * sum(matmul.flops for matmul in busy.matmuls)
-            work = work + layers * (1 + again / (1 + kernels.BACKWARD_FLOPS)) * kernels.attention_flops(job, columns)
-            seconds = seconds + layers * (busy.total.total + again * busy.total.forward)
+    for kind, layers in job.model.layer_kinds.items():
+        busy = _busy(job, columns, machine, kind)
+        work = work + layers * (3 + again) * sum(matmul.flops for matmul in busy.matmuls)
+        work = work + layers * (1 + again / (1 + kernels.BACKWARD_FLOPS)) * kernels.attention_flops(job, columns, kind)
+        seconds = seconds + layers * (busy.total.total + again * busy.total.forward)
     return machine.clock(np.asarray(work), np.asarray(seconds))
 
 
-def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool, at: Array | float = 1.0) -> LayerTime:
+def layer(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind, at: Array | float = 1.0) -> LayerTime:
     """At a clock as `clock` gives it."""
-    busy = _busy(job, columns, machine, moe)
+    busy = _busy(job, columns, machine, kind)
     if machine.efficiency.synchronous:
-        return replace(busy, launch=host.cpu_layer(columns, machine, moe))
+        return replace(busy, launch=host.cpu_layer(columns, machine, kind))
     busy = replace(busy, matmul=busy.matmul.scaled(1 / at), attention=busy.attention.scaled(1 / at))
     if host.one_queue(job, columns, machine):
         return busy  # the queue's idle time is the step's, not a layer's
-    busy = replace(busy, memory_bound=busy.memory_bound + host.layer_starts_s(job, columns))
-    launch_s = host.layer_launch_s(job, columns, machine, moe)
+    busy = replace(busy, memory_bound=busy.memory_bound + host.layer_starts_s(job, columns).scaled(kind.sublayers / 2))
+    launch_s = host.layer_launch_s(job, columns, machine, kind)
     return replace(busy, launch=host.exposed_launches(busy.total, launch_s))
 
 
-def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, moe: bool) -> LayerTime:
+def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> LayerTime:
     """A layer that nothing waits for, at the clock of matmuls in a row."""
-    matmuls, (shapes, of_shapes) = layer_matmuls(job, columns, moe), columns.distinct(MATMULS_DEPEND_ON)
-    passes = matmul_passes(machine, engine_matmuls(job, shapes, layer_matmuls(job, shapes, moe)))
+    matmuls, (shapes, of_shapes) = layer_matmuls(job, columns, kind), columns.distinct(MATMULS_DEPEND_ON)
+    passes = matmul_passes(machine, engine_matmuls(job, shapes, layer_matmuls(job, shapes, kind)))
     matmul = frozen(job, rows_of(passes, of_shapes))
-    scores = kernels.attention_passes(job, columns, machine)
+    scores = kernels.mixer_passes(job, columns, machine, kind)
     elementwise = host.relative_to_compiled(job, columns, "elementwise")
-    moved = machine.stream_s(permuted_bytes(job, columns, moe)) * elementwise
-    forward = machine.stream_s(memory_bound_bytes(job, columns, moe)) * elementwise + moved
-    biases = separate_biases(job, columns, machine, moe)
+    moved = machine.stream_s(permuted_bytes(job, columns, kind)) * elementwise
+    forward = machine.stream_s(memory_bound_bytes(job, columns, kind)) * elementwise + moved
+    biases = separate_biases(job, columns, machine, kind)
     # Backward reads the gradient and the saved tensor and writes the gradient: twice the forward's bytes.
     memory_bound = Passes(forward, 2 * forward) + fp8_casts(job, machine, matmuls) + biases
     if machine.efficiency.synchronous:
-        memory_bound = host.cpu_elementwise(job, columns, machine, moe) + Passes(moved, 2 * moved) + biases
+        memory_bound = host.cpu_elementwise(job, columns, machine, kind) + Passes(moved, 2 * moved) + biases
     if job.adapter_rank is not None:
         added, added_bound = adapter_passes(job, columns, machine)
         matmul, memory_bound = matmul + added, memory_bound + added_bound

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, rows_of
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, kinds_before, rows_of
 from ultrascale.cost.communication import pipeline_hop
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, rank_states
@@ -22,7 +22,7 @@ from ultrascale.schedules import REGISTRY, StageTimes, TimedSchedule, simulate_m
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.model import Model
-from ultrascale.specs.weights import multiplied_elements, vocabulary
+from ultrascale.specs.weights import mean_multiplied_elements, vocabulary
 
 # Micro-batches simulated in full; more repeat the steady state (schedules.simulate_makespans).
 SIMULATED = 64
@@ -76,7 +76,7 @@ def torchtitan_stage_split(layers: int, chunks: int) -> tuple[int, ...]:
 
 def head_in_layers(model: Model) -> float:
     """What the head weighs against a layer: the last pipeline stage gets that many layers less."""
-    return vocabulary(model).elements / multiplied_elements(model, moe=model.moe_layers > 0)
+    return vocabulary(model).elements / mean_multiplied_elements(model)
 
 
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
@@ -99,16 +99,26 @@ def chunk_table(ranks: int, virtual_stages: int, v_shaped: bool) -> Array:
 
 def chunk_shares(job: Job, ranks: int, virtual_stages: int, recompute_layers: int = 0) -> RankShare:
     """Every chunk as if it were a rank of its own. `recompute_layers`: of each chunk the first ones recompute; 0: all."""
-    model = job.model
-    counts = np.asarray(chunk_layers(job, ranks, virtual_stages))
-    dense_until = model.layers if model.moe is None else model.moe.dense_layers
-    ends = np.cumsum(counts)
-    dense = np.clip(np.minimum(ends, dense_until) - (ends - counts), 0, None)
-    position = np.arange(len(counts))
-    kept = np.maximum(0, counts - recompute_layers) if recompute_layers else 0 * counts
-    kept_moe = np.minimum(kept, counts - dense)  # dense layers come first
-    ends_of_model = 1 * (position == 0), 1 * (position == len(counts) - 1)
-    return RankShare(position, dense, counts - dense, *ends_of_model, kept - kept_moe, kept_moe)
+    model, counts = job.model, np.asarray(chunk_layers(job, ranks, virtual_stages))
+    ends, position = np.cumsum(counts), np.arange(len(counts))
+    begins, kept = ends - counts, np.maximum(0, counts - recompute_layers) if recompute_layers else 0 * counts
+    before = kinds_before(model)
+    return RankShare(
+        position,
+        before[ends] - before[begins],
+        1 * (position == 0),
+        1 * (position == len(counts) - 1),
+        before[ends] - before[ends - kept],
+        np.asarray([_first_alike(model, *chunk) for chunk in zip(begins.tolist(), ends.tolist(), strict=True)]),
+        tuple(model.layer_kinds),
+    )
+
+
+def _first_alike(model: Model, begin: int, end: int) -> int:
+    """The first layer from which on as many follow each other as from `begin` to `end`: chunks that are alike have one."""
+    letters = {kind: chr(number) for number, kind in enumerate(model.layer_kinds)}
+    word = "".join(letters[kind] for kind in model.each_kind)
+    return word.find(word[begin:end])
 
 
 def rank_shares(
@@ -116,8 +126,10 @@ def rank_shares(
 ) -> tuple[tuple[int, ...], ...]:
     """The numbers of `RankShare` of every rank."""
     share = chunk_shares(job, ranks, virtual_stages, recompute_layers)
-    chunks = np.stack([getattr(share, field.name) for field in fields(RankShare)[1:]], axis=1)
-    return tuple(map(tuple, chunks[chunk_table(ranks, virtual_stages, v_shaped)].sum(axis=1).tolist()))
+    numbers = share.numbers[chunk_table(ranks, virtual_stages, v_shaped)].sum(axis=1)
+    if virtual_stages > 1:
+        numbers[:, -1] = -1
+    return tuple(map(tuple, numbers.tolist()))
 
 
 def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
@@ -131,7 +143,7 @@ def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
     table = np.zeros((len(tables), max(map(len, tables)), len(tables[0][0])), dtype=np.int64)
     for row, shares in enumerate(tables):
         table[row, : len(shares)] = shares
-    return RankShare(rank, *table[inverse, rank].T)
+    return RankShare.of_numbers(job.model, rank, table[inverse, rank])
 
 
 def recomputed_fraction(job: Job, layout: Layout) -> float:
@@ -348,7 +360,8 @@ class _LayoutGroup:
     @cached_property
     def chunk_share(self) -> RankShare:
         shares = [chunk_shares(self.job, one.pp, one.virtual_stages, one.recompute_layers or 0) for one in self.layouts]
-        return RankShare(*(np.concatenate([getattr(share, field.name) for share in shares]) for field in fields(RankShare)))
+        ranks, numbers = (np.concatenate(each) for each in zip(*((one.rank, one.numbers) for one in shares), strict=True))
+        return RankShare.of_numbers(self.job.model, ranks, numbers)
 
     @cached_property
     def holders(self) -> RankShare:

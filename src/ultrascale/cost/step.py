@@ -1,19 +1,19 @@
 """Time of one step: the components a model is cut into, by cause and per micro-batch, and what follows the last backward.
 
-A rank's time is a sum of its components (dense layer, MoE layer, embedding, head), so every layout, rank and chunk is a linear
-combination of these four.
+A rank's time is a sum of its components (a layer of each kind, embedding, head), so every layout, rank and chunk is a linear
+combination of these few.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from ultrascale.cost import communication, host, kernels, muon, operators
+from ultrascale.cost import communication, host, muon, operators
 from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, rows_of
 from ultrascale.cost.communication import TensorTraffic
 from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
@@ -23,6 +23,7 @@ from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradien
 from ultrascale.cost.network import exposed, transfer
 from ultrascale.cost.operators import LayerTime, optimizer_bytes, stepped_gradient_bytes
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import OPTIMIZERS, Job
 
 
@@ -70,39 +71,36 @@ class ComponentTime:
 
 
 AnyTime = TypeVar("AnyTime", Passes, ComponentTime)
+Part = TypeVar("Part")
+OtherPart = TypeVar("OtherPart")
 
 
 @dataclass(frozen=True)
-class ComponentTimes(Generic[AnyTime]):
+class ComponentTimes(Generic[Part]):
     """Of one micro-batch, by cause or with the causes added up, which is what the search needs."""
 
-    dense: AnyTime
-    moe: AnyTime | None
-    embedding: AnyTime
-    head: AnyTime
-    kept_dense: AnyTime | None = None
-    """a layer that recomputes nothing; None: no row has layers of both kinds"""
-    kept_moe: AnyTime | None = None
+    layers: tuple[Part, ...]
+    """one of each kind"""
+    embedding: Part
+    head: Part
+    kept: tuple[Part, ...] = ()
+    """layers that recompute nothing; empty: no row has both"""
 
-    def on(self, share: RankShare) -> AnyTime:
+    def on(self: ComponentTimes[AnyTime], share: RankShare) -> AnyTime:
         """A rank's (or a chunk's) time."""
         total = self.embedding.scaled(share.embedding) + self.head.scaled(share.head)
-        total = total + self.dense.scaled(share.dense_layers - share.kept_dense_layers)
-        if self.moe is not None:
-            total = total + self.moe.scaled(share.moe_layers - share.kept_moe_layers)
-        if self.kept_dense is not None:
-            total = total + self.kept_dense.scaled(share.kept_dense_layers)
-        return total if self.kept_moe is None else total + self.kept_moe.scaled(share.kept_moe_layers)
+        for one, (_, count, kept) in zip(self.layers, share.each(), strict=True):
+            total = total + one.scaled(count - kept)
+        for one, (_, _, kept) in zip(self.kept, share.each(), strict=False):
+            total = total + one.scaled(kept)
+        return total
 
     def totals(self: ComponentTimes[ComponentTime]) -> ComponentTimes[Passes]:
-        return ComponentTimes(
-            self.dense.total,
-            None if self.moe is None else self.moe.total,
-            self.embedding.total,
-            self.head.total,
-            None if self.kept_dense is None else self.kept_dense.total,
-            None if self.kept_moe is None else self.kept_moe.total,
-        )
+        return self.each(lambda one: one.total)
+
+    def each(self, change: Callable[[Part], OtherPart]) -> ComponentTimes[OtherPart]:
+        layers, kept = (tuple(map(change, some)) for some in (self.layers, self.kept))
+        return ComponentTimes(layers, change(self.embedding), change(self.head), kept)
 
 
 @dataclass(frozen=True)
@@ -122,12 +120,12 @@ class _Component:
 
 
 def component_times(work: Workload) -> ComponentTimes[ComponentTime]:
-    return _for_components(_components(work), lambda one: one.timed(work))
+    return _components(work).each(lambda one: one.timed(work))
 
 
 def compute_totals(work: Workload) -> ComponentTimes[Passes]:
     """Causes added up, without ZeRO's."""
-    return _for_components(_components(work), lambda one: one.time.total)
+    return _components(work).each(lambda one: one.time.total)
 
 
 def component_totals(work: Workload) -> ComponentTimes[Passes]:
@@ -137,53 +135,45 @@ def component_totals(work: Workload) -> ComponentTimes[Passes]:
     def total(one: _Component) -> Passes:
         return rows_of(one.time.total, of) + _zero(work, rows_of(replace(one, time=ComponentTime()), of))
 
-    return _for_components(_components(Workload(work.job, alike, work.machine)), total)
+    return _components(Workload(work.job, alike, work.machine)).each(total)
 
 
-def _for_components(components: Sequence[_Component | None], time: Callable[[_Component], AnyTime]) -> ComponentTimes[AnyTime]:
-    return ComponentTimes(*(None if one is None else time(one) for one in components))  # type: ignore[arg-type]
-
-
-def _components(work: Workload) -> list[_Component | None]:
-    """In the order of `ComponentTimes`."""
+def _components(work: Workload) -> ComponentTimes[_Component]:
     job, columns, machine = work.job, work.columns, work.machine
     clock = operators.clock(job, columns, machine)
     inside = communication.tensor_traffic(work)
     layers = _layers(work, inside, clock)
     embedding = _end(work, inside, operators.embedding(job, columns, machine), is_head=False)
     head = _end(work, inside, operators.head(job, columns, machine, clock), is_head=True)
-    kept: tuple[_Component | None, ...] = (None, None)
-    if np.any(columns.recompute_layers):
-        kept = _layers(work, inside, clock, recomputes=False)
-    return [*layers, embedding, head, *kept]
+    kept = _layers(work, inside, clock, recomputes=False) if np.any(columns.recompute_layers) else ()
+    return ComponentTimes(layers, embedding, head, kept)
 
 
-def _layers(
-    work: Workload, inside: TensorTraffic, clock: Array, recomputes: bool = True
-) -> tuple[_Component, _Component | None]:
-    """A dense layer, and one of experts if there are any."""
-    job, columns, machine = work.job, work.columns, work.machine
-    dense = _layer(work, inside, operators.layer(job, columns, machine, False, clock), False, recomputes)
-    experts = operators.layer(job, columns, machine, True, clock) if job.model.moe_layers else None
-    return dense, None if experts is None else _layer(work, inside, experts, True, recomputes)
+def _layers(work: Workload, inside: TensorTraffic, clock: Array, recomputes: bool = True) -> tuple[_Component, ...]:
+    """One of each kind."""
+
+    def timed(kind: LayerKind) -> _Component:
+        compute = operators.layer(work.job, work.columns, work.machine, kind, clock)
+        return _layer(work, inside, compute, kind, recomputes)
+
+    return tuple(map(timed, work.job.model.layer_kinds))
 
 
-def _selective_recompute_s(work: Workload, compute: LayerTime) -> Array:
+def _selective_recompute_s(work: Workload, compute: LayerTime, kind: LayerKind) -> Array:
     """Forward that selective recomputation repeats."""
     fused = uses_fused_blocks(work.job, work.columns)
     gate_and_up = [matmul for matmul in compute.matmuls if matmul.name == "mlp up"]
-    return np.where(fused, operators.matmul_passes(work.machine, gate_and_up).forward, _plain_selective_s(work, compute))
+    return np.where(fused, operators.matmul_passes(work.machine, gate_and_up).forward, _plain_selective_s(work, compute, kind))
 
 
-def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
+def _plain_selective_s(work: Workload, compute: LayerTime, kind: LayerKind) -> Array:
     """The same of layers that are not fused."""
     policy = states.selective_policy(work.job)
     if policy in ("attention", "scores"):
         return compute.attention.forward
     cheap = NOTHING if policy == "latents" else compute.memory_bound.forward - compute.never_repeated
-    if work.job.framework.exact_memory_trace and (linear := work.job.model.linear_layers):
-        again = kernels.linear_attention_passes(work.job, work.columns, work.machine).forward
-        cheap = cheap + linear / work.job.model.layers * again
+    if work.job.framework.exact_memory_trace and kind.mixer in ("linear", "mamba"):
+        cheap = cheap + compute.attention.forward
     if policy in ("half", "alternate"):
         share = selective_matmul_flops(work.job.model, policy) / matmul_flops(work.job.model)
         return cheap + share * compute.matmul.forward
@@ -193,17 +183,18 @@ def _plain_selective_s(work: Workload, compute: LayerTime) -> Array:
     return cheap
 
 
-def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool, recomputes: bool) -> _Component:
-    job, columns, machine = work.job, work.columns, work.machine
+def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, kind: LayerKind, recomputes: bool) -> _Component:
+    job, columns, machine, moe = work.job, work.columns, work.machine, kind.has_experts
     around = communication.context_traffic(work, compute.attention)
-    again = exposed(inside.gather_again_s, compute.matmul.input_grad, machine.efficiency)
+    layer_s, gather_again_s = inside.layer_s(kind), inside.gather_again_s(kind)
+    again = exposed(gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, a collective hides behind matmuls; backward's share the window with the second gather.
-    pieced = communication.tensor_pieced_s(work, inside, moe)
-    overlapped_again = np.minimum(inside.gather_again_s, compute.matmul.input_grad)
+    pieced = communication.tensor_pieced_s(work, inside, kind)
+    overlapped_again = np.minimum(gather_again_s, compute.matmul.input_grad)
     rest = compute.matmul.input_grad + compute.matmul.weight_grad - overlapped_again
     tensor_passes = Passes(
-        inside.layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
-        inside.layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
+        layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
+        layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
     )
     context_passes = Passes(around.forward_s, around.backward_s)
     overlapped_forward = around.overlapped_forward_s + np.minimum(pieced, compute.matmul.forward)
@@ -220,13 +211,13 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
     last = NOTHING
     if job.framework.stops_early and not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
-        down = [matmul for matmul in compute.matmuls if matmul.name == "mlp down"]
+        down = [matmul for matmul in compute.matmuls if matmul.name == operators.last_matmul(kind)]
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
-    repeated = np.where(columns.is_("recompute", "selective"), _selective_recompute_s(work, compute), repeated)
+    repeated = np.where(columns.is_("recompute", "selective"), _selective_recompute_s(work, compute, kind), repeated)
     repeated = repeated if recomputes else 0.0 * repeated
-    layer = states.per_layer(job.model, columns)
-    elements, experts = (layer.moe, layer.experts) if moe else (layer.dense, NOTHING)
+    layer = states.layer_parameters(job.model, columns, kind)
+    elements, experts = layer.trunk, layer.experts
     free = compute.total + Passes(-overlapped_forward, repeated - overlapped_backward)
     accumulated = _weight_passes(work, elements + experts)
     time = ComponentTime(
@@ -239,7 +230,7 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, moe: bool,
         context=context_passes,
         expert=expert_passes,
     )
-    return _Component(time, elements, experts, free, fp8_layer_mean(job, columns, moe))
+    return _Component(time, elements, experts, free, fp8_layer_mean(job, columns, kind))
 
 
 def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: bool) -> _Component:
@@ -349,9 +340,7 @@ def end_of_step(work: Workload, share: RankShare, totals: ComponentTimes[Passes]
 def _activation_offload_s(work: Workload, share: RankShare, forward: Array, backward: Array) -> Array:
     """What layers save goes to the host beside forward and returns beside backward, in each micro-batch."""
     job, columns, machine = work.job, work.columns, work.machine
-    saved = share.dense_layers * activations.layer(job, columns, moe=False).total
-    if job.model.moe_layers:
-        saved = saved + share.moe_layers * activations.layer(job, columns, moe=True).total
+    saved = np.asarray(sum(count * activations.layer(job, columns, kind).total for kind, count, _ in share.each()))
     transfer_s = saved / (machine.gpu.pcie_bandwidth_gb_s * 1e9 * machine.efficiency.host_link)
     waited = exposed(transfer_s, forward, machine.efficiency) + exposed(transfer_s, backward, machine.efficiency)
     return np.where(columns.is_("offload", "activations"), columns.gas * waited, 0.0)

@@ -327,7 +327,7 @@ def _peaks(asked: Sequence[_GroupRows], lower_bounds: bool = False) -> list[Arra
         job = asked[batch[0][0]][0].job
         cores = [asked[number][0].cores.take(asked[number][1][block]) for number, _, _, block in batch]
         shares = np.repeat([share for _, share, _, _ in batch], list(map(len, cores)), axis=0)
-        share = RankShare(np.zeros(len(shares), dtype=np.int64), *shares.T)
+        share = RankShare.of_numbers(job.model, np.zeros(len(shares), dtype=np.int64), shares)
         parts, start = parts_of(job, LayoutColumns.joined(cores), share), 0
         for (number, _, holders, block), rows in zip(batch, cores, strict=True):
             mine, start = parts.rows(slice(start, start + len(rows))), start + len(rows)
@@ -347,7 +347,7 @@ def _step_lower_bounds_s(groups: Sequence[_VariantGroup]) -> list[Array]:
     depends_on = compute_depends_on(job)
     alike = [group.cores.distinct((*dict.fromkeys((*depends_on, "gas")),)) for group in groups]
     layers, of_layers = LayoutColumns.joined([rows for rows, _ in alike]).distinct(depends_on)
-    share = RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), len(layers))
+    share = RankShare.whole(model, len(layers))
     microbatch = compute_totals(Workload(job, layers, machine)).on(share)
     found, start = [], 0
     for group, (rows, of) in zip(groups, alike, strict=True):
@@ -372,17 +372,17 @@ def _steps(asked: Sequence[_GroupRows]) -> list[Array]:
             continue
         cores, totals = joined.columns.take(mine), rows_of(of_all, mine)
         work = Workload(job, cores, machine)
-        whole = totals.on(RankShare.constant((model.dense_layers, model.moe_layers, 1, 1), count))
+        whole = totals.on(RankShare.whole(model, count))
         by_share: dict[Share, Passes] = {}
         after: dict[Share, Array] = {}
         for number, variant in enumerate(group.variants):
             shares = list(dict.fromkeys(share for _, share in group.ranks[number]))
             for share in shares:
                 if share not in by_share:
-                    by_share[share] = totals.on(RankShare.constant(share, count))
+                    by_share[share] = totals.on(RankShare.repeated(model, share, count))
             first = shares[0]
             if first not in after:
-                after[first] = end_of_step(work, RankShare.constant(first, count), totals).total
+                after[first] = end_of_step(work, RankShare.repeated(model, first, count), totals).total
             slowest = _slowest([by_share[share] for share in shares])
             overhead_s = machine.efficiency.action_overhead_s
             times[number] = _makespan(variant, group.pp, cores, whole, slowest, sends[mine], overhead_s) + after[first]

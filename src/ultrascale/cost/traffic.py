@@ -8,7 +8,7 @@ rank repeats, counts of tokens by expert. They take no time worth a law, but a r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -31,6 +31,7 @@ from ultrascale.cost.memory.states import (
 from ultrascale.cost.network import CollectiveTransfer, Op, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.estimate import Time, Traffic
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
@@ -41,7 +42,7 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
 
     The exposed seconds of a technique are shared out over its calls by their time.
     """
-    layers = [dense + moe for dense, moe, *_ in _rank_shares(job, layout)]
+    layers = stages.share_of(job, LayoutColumns.of([layout] * layout.pp), np.arange(layout.pp)).layers
     busiest = max(range(layout.pp), key=lambda stage: (layers[stage], hops(layout, stage)))
     exposed = {
         "tensor": time.tensor_s,
@@ -64,16 +65,9 @@ def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) ->
     return [one.model_copy(update={"exposed_s": shares[one.technique] * one.time_s}) for one in rows]
 
 
-def _rank_shares(job: Job, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    v_shaped = REGISTRY[layout.schedule].v_shaped
-    return stages.rank_shares(job, layout.pp, layout.virtual_stages, v_shaped, layout.recompute_layers or 0)
-
-
 def of_stage(job: Job, layout: Layout, machine: ClusterRates, stage: int) -> Iterator[Traffic]:
     """What a rank of that pipeline stage sends, each collective once, without what computation hides of it."""
-    dense, moe, embedding, head, kept_dense, kept_moe = _rank_shares(job, layout)[stage]
-    kept = kept_dense + kept_moe, kept_moe
-    for moved, calls in calls_of(Stage(job, layout, machine, stage, dense + moe, moe, embedding, head, *kept)):
+    for moved, calls in calls_of(Stage(job, layout, machine, stage)):
         yield Traffic(
             technique=moved.technique,
             collective=moved.collective,
@@ -98,13 +92,6 @@ class Stage:
     layout: Layout
     machine: ClusterRates
     index: int
-    layers: int
-    moe_layers: int
-    embedding: int
-    head: int
-    kept_layers: int
-    """of its layers, those that recompute nothing though others do"""
-    kept_moe_layers: int
 
     @cached_property
     def row(self) -> LayoutColumns:
@@ -117,6 +104,42 @@ class Stage:
     @cached_property
     def share(self) -> RankShare:
         return stages.share_of(self.job, self.row, np.asarray([self.index]))
+
+    @property
+    def embedding(self) -> int:
+        return int(self.share.embedding[0])
+
+    @property
+    def head(self) -> int:
+        return int(self.share.head[0])
+
+    def count(self, of: Callable[[LayerKind], int], kept: bool = False) -> int:
+        """What its layers have so many of each, or those that recompute nothing though others do."""
+        return sum(of(kind) * int((own if kept else count)[0]) for kind, count, own in self.share.each())
+
+    @cached_property
+    def layers(self) -> int:
+        return self.count(lambda kind: 1)
+
+    @cached_property
+    def kept_layers(self) -> int:
+        return self.count(lambda kind: 1, kept=True)
+
+    @cached_property
+    def moe_layers(self) -> int:
+        return self.count(lambda kind: kind.has_experts)
+
+    @cached_property
+    def kept_moe_layers(self) -> int:
+        return self.count(lambda kind: kind.has_experts, kept=True)
+
+    @cached_property
+    def attention_layers(self) -> int:
+        return self.count(_has_attention)
+
+    @cached_property
+    def kept_attention_layers(self) -> int:
+        return self.count(_has_attention, kept=True)
 
     @cached_property
     def shards(self) -> Array:
@@ -150,6 +173,14 @@ class Stage:
         """The same of routed experts, which fewer ranks share."""
         shards, _ = states.expert_slices(self.job.model, self.row, np.asarray([self.layout.shards]))
         return self.last_gradient * (self.layout.shards / float(shards[0]) if self.layout.zero else 1)
+
+
+def _has_attention(kind: LayerKind) -> int:
+    return int(kind.mixer == "attention")
+
+
+def _sublayers(kind: LayerKind) -> int:
+    return kind.sublayers
 
 
 def calls_of(stage: Stage) -> Calls:
@@ -200,12 +231,11 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     fused block has the input of gate and up gathered in backward anyway, unless its weight gradients are deferred.
     torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
+    entered = stage.count(_sublayers) - stage.count(_sublayers, kept=True)
     if stage.layout.recompute == "full":
-        left = communication.SUBLAYERS - stage.job.framework.stops_early
-        recomputed = stage.layers - stage.kept_layers
-        return communication.SUBLAYERS * recomputed, left * recomputed
+        return entered, entered - stage.job.framework.stops_early * (stage.layers - stage.kept_layers)
     if stage.layout.recompute == "selective" and stage.job.framework.selective == "alternate":
-        return communication.SUBLAYERS * (stage.layers - stage.kept_layers), 0  # reduce-scatters are kept, all-gathers are not
+        return entered, 0  # reduce-scatters are kept, all-gathers are not
     return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0
 
 
@@ -220,8 +250,7 @@ def _tensor(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
     inside = communication.tensor_traffic(stage.work)
     entered, left = _recompute_entries(stage)
-    regions = communication.SUBLAYERS * stage.layers
-    dense = stage.layers - stage.moe_layers
+    regions = stage.count(_sublayers)
     chunked = bool(activations.chunked_loss(job, stage.row)[0])
     head = 0 if chunked else stage.head
     frozen = job.adapter_rank is not None and job.framework.exact_memory_trace
@@ -232,21 +261,22 @@ def _tensor(stage: Stage) -> Calls:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
         gathered = job.framework.gathered_inputs
-        kept_slices = 0 if gathered or frozen else stage.layers + dense
+        kept_slices = 0 if gathered or frozen else regions - stage.moe_layers
         gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered or frozen else 2) * head
         gathers -= unasked
         narrow = _narrow_gathers(stage)
         scatters = 2 * regions + left + stage.embedding + head - unasked
         if inside.latents:
-            full = stage.layers - stage.kept_layers if layout.recompute == "full" else 0
-            gathers -= 2 * stage.layers + full
-            scatters -= stage.layers
+            layers = stage.attention_layers
+            full = layers - stage.kept_attention_layers if layout.recompute == "full" else 0
+            gathers -= 2 * layers + full
+            scatters -= layers
             for latent in inside.latents:
                 # The rotated key is no part of a GEMM: selective recomputation gathers it too.
-                again = stage.layers if latent.gathered_again else 0
-                repeated = full if latent.gathered_again else _forwards(stage, stage.layers, stage.kept_layers) - stage.layers
-                yield latent.gather, gas * (stage.layers + again + repeated)
-                yield latent.scatter, gas * stage.layers
+                again = layers if latent.gathered_again else 0
+                repeated = full if latent.gathered_again else _forwards(stage, layers, stage.kept_attention_layers) - layers
+                yield latent.gather, gas * (layers + again + repeated)
+                yield latent.scatter, gas * layers
         yield inside.gather, gas * gathers + _gathers_again(stage) - narrow
         if narrow:
             inner = gas * communication.SUBLAYERS * stage.fp8_layers
@@ -255,14 +285,15 @@ def _tensor(stage: Stage) -> Calls:
             yield inside.agreement, inner
         yield inside.scatter, gas * scatters
     else:
-        reductions = 2 * regions + left + stage.embedding + head - stage.layers * bool(inside.latents) - unasked
+        reductions = 2 * regions + left + stage.embedding + head - stage.attention_layers * bool(inside.latents) - unasked
         yield inside.reduce, gas * reductions
         for latent in inside.latents:
-            yield latent.reduce, gas * stage.layers
+            yield latent.reduce, gas * stage.attention_layers
     if job.model.qk_norm and job.model.qk_norm_over == "all" and job.framework.exact_memory_trace:
         # Sums of squares of all heads, of queries and of keys, in forward and backward.
         sums = transfer(stage.machine, "tensor", "all_reduce", FP32 * stage.row.tokens(job.seq), stage.work.places.tensor)
-        yield sums, 2 * gas * (_forwards(stage, stage.layers, stage.kept_layers) + stage.layers)
+        layers = stage.attention_layers
+        yield sums, 2 * gas * (_forwards(stage, layers, stage.kept_attention_layers) + layers)
     if head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)
@@ -344,8 +375,7 @@ def _repeated_weights(stage: Stage) -> Calls:
     if copies > 1 and model.mla is None:
         attention = weights.attention(model) if adapters is None else adapters
         repeated = [weight for weight in attention if weight.cut == "kv rows"]
-        full = stage.layers * (1 - model.linear_layers / model.layers)
-        each = full * states.on_tp_rank(repeated, model, stage.row, stage.shards)
+        each = stage.attention_layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
 
@@ -358,9 +388,10 @@ def _forwards(stage: Stage, layers: int, kept: int) -> int:
 def _context(stage: Stage) -> Calls:
     job, layout, row = stage.job, stage.layout, stage.row
     clock = operators.clock(job, row, stage.machine)
-    attention = operators.layer(job, row, stage.machine, moe=False, at=clock).attention
+    attention = operators.layer(job, row, stage.machine, LayerKind(), at=clock).attention
     around = communication.context_traffic(stage.work, attention)
-    forwards, backwards = layout.gas * _forwards(stage, stage.layers, stage.kept_layers), layout.gas * stage.layers
+    layers = stage.attention_layers
+    forwards, backwards = layout.gas * _forwards(stage, layers, stage.kept_attention_layers), layout.gas * layers
     if layout.context_parallel == "allgather":
         yield around.gather, forwards + backwards
         yield around.scatter, backwards

@@ -20,7 +20,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
 from ultrascale.cost.memory.states import accumulates_nothing, delta_rule_kernels, uses_fused_blocks
-from ultrascale.cost.operators import adapter_matmuls, layer_matmuls
+from ultrascale.cost.operators import adapter_matmuls, last_matmul, layer_matmuls
 from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
 from ultrascale.launch.machine import cores
@@ -354,6 +354,16 @@ def _delta_rule_flops(job: Job, layout: Layout, layers: float, recomputed: float
     return linear.value_heads / layout.tp * layout.mbs * each
 
 
+def _state_space_flops(job: Job, layout: Layout, layers: float, recomputed: float) -> float:
+    """The same of Mamba-2's state space: forward, forward again within backward, and two GEMMs for each of its own."""
+    mamba, chunk = job.model.mamba, flops.DELTA_CHUNK
+    if mamba is None:
+        return 0.0
+    length = -(-job.seq // chunk) * chunk
+    forward = length * flops.mamba_flops(job.model)
+    return layout.mbs / layout.tp * (layers * 4 + recomputed) * forward
+
+
 def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     """Of a step on one rank: the GEMMs of the cost model and the causal half of attention."""
     view = LayoutRows.of(job, layout)
@@ -361,7 +371,11 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp
     # A window is a mask of the CPU's kernel, which computes all pairs: twice what the causal ones are.
-    masked = model.local_layers / model.layers if model.sliding_window is not None and model.sliding_window < job.seq else 0
+    masked = (
+        model.local_layers / max(1, model.attention_layers)
+        if model.sliding_window is not None and model.sliding_window < job.seq
+        else 0
+    )
     whole = model.model_copy(update={"sliding_window": None})
     scores = (1 + masked) * flops.score_flops(whole, job.seq, causal=True) * tokens / layout.tp
     if model.mla is not None:  # values are padded to keys' width
@@ -372,14 +386,12 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     passes = 2 if frozen else 3
     total = passes * float(share.head[stage]) * flops.head_flops(model) * tokens / layout.tp
     fused = bool(uses_fused_blocks(job, row)[0])
-    for layers, kept, moe in (
-        (share.dense_layers, share.kept_dense_layers, False),
-        (share.moe_layers, share.kept_moe_layers, True),
-    ):
-        count, recomputed = (float(np.broadcast_to(each, layout.pp)[stage]) for each in (layers, layers - kept))
+    for kind, layers, kept in share.each():
+        count, recomputed = float(layers[stage]), float(layers[stage] - kept[stage])
         if not count:
             continue
-        matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, moe)}
+        moe, of_scores = kind.has_experts, scores if kind.mixer == "attention" else 0.0
+        matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, kind)}
         beside = [(matmul.name, float(np.sum(matmul.flops))) for matmul in adapter_matmuls(job, row)] if frozen else []
         adapters = sum(found for _, found in beside)
         # torch.utils.checkpoint stops at the last tensor that backward needs, before the last GEMM. A shared expert's last GEMM
@@ -387,17 +399,18 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         again = 0.0
         if layout.recompute == "full":
             stops_early = job.framework.stops_early and model.norm_placement == "pre"
-            down = 0.0 if moe or not stops_early else matmuls.get("mlp down", 0.0)
-            again = sum(matmuls.values()) + scores + adapters - down
+            down = 0.0 if moe or not stops_early else matmuls.get(last_matmul(kind), 0.0)
+            again = sum(matmuls.values()) + of_scores + adapters - down
         elif layout.recompute == "selective" and frozen:
             again = sum(found for name, found in beside if name == "adapter up")
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)
         elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
-        total += count * (passes * sum(matmuls.values()) + 3 * (scores + adapters)) + recomputed * again
-        linear, repeated = (layers * model.linear_share(moe) for layers in (count, recomputed * (layout.recompute != "none")))
-        total += _delta_rule_flops(job, layout, linear, repeated)
+        total += count * (passes * sum(matmuls.values()) + 3 * (of_scores + adapters)) + recomputed * again
+        if kind.mixer in ("linear", "mamba"):
+            of_mixer = _delta_rule_flops if kind.mixer == "linear" else _state_space_flops
+            total += of_mixer(job, layout, count, recomputed * (layout.recompute != "none"))
         if frozen and share.embedding[stage] and not moe:  # nothing asks for the gradient of the first layer's input
             total -= matmuls["qkv"] + beside[0][1]
     of_stage = rows_of(share, slice(stage, stage + 1))

@@ -94,12 +94,16 @@ class Mamba2(FrozenSpec):
 class LayerKind(NamedTuple):
     """What a layer consists of."""
 
-    mixer: Literal["attention", "linear", "mamba", "none"]
-    mlp: Literal["dense", "moe", "none"]
+    mixer: Literal["attention", "linear", "mamba", "none"] = "attention"
+    mlp: Literal["dense", "moe", "none"] = "dense"
 
     @property
     def sublayers(self) -> int:
         return (self.mixer != "none") + (self.mlp != "none")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp == "moe"
 
 
 RopeType = Literal["llama3", "linear", "dynamic", "yarn"]

@@ -252,7 +252,7 @@ class LinearLayers:
         return {"attention_pattern": shortest_cycle([words[word] for word in given[:layers]])}
 
     def write(self, model: Model) -> dict[str, Any]:
-        kinds = ["linear_attention" if model.is_linear(layer) else "full_attention" for layer in range(model.layers)]
+        kinds = ["linear_attention" if kind.mixer == "linear" else "full_attention" for kind in model.each_kind]
         return {"layer_types": kinds}
 
 

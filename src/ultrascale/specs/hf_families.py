@@ -201,11 +201,10 @@ class HybridLayers:
 
     def write(self, model: Model) -> dict[str, Any]:
         words = {"mamba": "linear_attention", "attention": "full_attention", "linear": "linear", "none": "mlp"}
-        kinds = [model.kind(layer) for layer in range(model.layers)]
         found: dict[str, Any] = {
-            "layers_block_type": ["moe" if kind.mlp == "moe" else words[kind.mixer] for kind in kinds],
+            "layers_block_type": ["moe" if kind.mlp == "moe" else words[kind.mixer] for kind in model.each_kind],
         }
-        mlps = {kind.mlp for kind in kinds}
+        mlps = {kind.mlp for kind in model.each_kind}
         for part in self._parts(model.mamba is not None, "moe" in mlps, "dense" in mlps):
             found |= part.write(model)
         return found

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -208,33 +208,27 @@ class Model(FrozenSpec):
         """The sliding window of a layer's attention; None: full."""
         return self.sliding_window if self._attention(layer) == "local" else None
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention."""
-        return self._attention(layer) == "linear"
-
     @property
-    def linear_layers(self) -> int:
-        return 0 if self.linear_attention is None else sum(map(self.is_linear, range(self.layers)))
-
-    @property
-    def mamba_layers(self) -> int:
-        return 0 if self.mamba is None else sum(self._attention(layer) == "mamba" for layer in range(self.layers))
+    def attention_layers(self) -> int:
+        return sum(kind.mixer == "attention" for kind in self.each_kind)
 
     @property
     def recurrence(self) -> str | None:
         """What hands a state from token to token in some layers, in words."""
-        mixers = {kind.mixer for kind in self.layer_kinds}
+        mixers = {kind.mixer for kind in self.each_kind}
         return "Mamba-2" if "mamba" in mixers else "linear attention" if "linear" in mixers else None
 
     def _attention(self, layer: int) -> AttentionKind:
         return self.attention_pattern[layer % len(self.attention_pattern)] if self.attention_pattern else "local"
 
+    @property
+    def each_kind(self) -> tuple[LayerKind, ...]:
+        """What each layer consists of."""
+        dense = self.layers if self.moe is None else self.moe.dense_layers
+        return _each_kind(self.layers, self.attention_pattern, self.one_sublayer, dense)
+
     def kind(self, layer: int) -> LayerKind:
-        """What a layer consists of."""
-        attention = self._attention(layer)
-        mixer = attention if attention in ("linear", "mamba", "none") else "attention"
-        has_mlp = not self.one_sublayer or mixer == "none"
-        return LayerKind(mixer, "moe" if self.is_moe_layer(layer) else "dense" if has_mlp else "none")
+        return self.each_kind[layer]
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's queries and keys are rotated by their positions."""
@@ -280,37 +274,27 @@ class Model(FrozenSpec):
 
     @property
     def moe_layers(self) -> int:
-        if self.one_sublayer:
-            return sum(map(self.is_moe_layer, range(self.layers)))
-        return self.layers - self.moe.dense_layers if self.moe else 0
+        return sum(kind.has_experts for kind in self.each_kind)
 
     @property
     def dense_layers(self) -> int:
-        """Layers without experts."""
-        return self.layers - self.moe_layers
+        """Layers with a dense MLP."""
+        return sum(kind.mlp == "dense" for kind in self.each_kind)
 
     @property
     def layer_kinds(self) -> Counter[LayerKind]:
-        """How many layers there are of each kind."""
-        return Counter(map(self.kind, range(self.layers)))
+        """How many layers there are of each kind, in the order in which these first appear."""
+        return Counter(self.each_kind)
 
     @property
     def sublayers(self) -> int:
         """Attention, its like, and MLPs of all layers: what adds to the residual stream."""
         return self.layers if self.one_sublayer else 2 * self.layers
 
-    def linear_share(self, moe: bool) -> float:
-        """Share of the layers with experts, or of those without, that have linear attention."""
-        if self.linear_attention is None:
-            return 0.0
-        kinds = [kind for kind in map(self.kind, range(self.layers)) if (kind.mlp == "moe") == moe]
-        return sum(kind.mixer == "linear" for kind in kinds) / max(1, len(kinds))
-
     def is_moe_layer(self, index: int) -> bool:
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of a model with {self.layers} layers")
-        has_mlp = not self.one_sublayer or self._attention(index) == "none"
-        return self.moe is not None and index >= self.moe.dense_layers and has_mlp
+        return self.each_kind[index].has_experts
 
     @property
     def expert_parameters(self) -> int:
@@ -342,6 +326,18 @@ class Model(FrozenSpec):
         """What one token passes through: all but the routed experts it is not sent to."""
         idle = self.moe.experts - self.moe.top_k if self.moe else 0
         return self.parameters - self.moe_layers * idle * self.expert_parameters
+
+
+@lru_cache(maxsize=1024)
+def _each_kind(layers: int, pattern: tuple[AttentionKind, ...], one_sublayer: bool, dense_layers: int) -> tuple[LayerKind, ...]:
+    found = []
+    for layer in range(layers):
+        attention = pattern[layer % len(pattern)] if pattern else "full"
+        mixer: Literal["attention", "linear", "mamba", "none"]
+        mixer = "attention" if attention == "full" or attention == "local" else attention
+        mlp: Literal["dense", "moe"] = "moe" if layer >= dense_layers else "dense"
+        found.append(LayerKind(mixer, mlp if not one_sublayer or mixer == "none" else "none"))
+    return tuple(found)
 
 
 def _default_head_dim(known: dict[str, Any]) -> int:
@@ -418,9 +414,8 @@ def _problems(model: Model) -> Iterator[str]:
             f"model.moe.dense_layers is {model.moe.dense_layers} but there are only layers = {model.layers}: "
             f"try {min(1, model.layers)}"
         )
-    dense = sum(count for kind, count in model.layer_kinds.items() if kind.mlp == "dense")
-    if dense and not model.ffn:
-        yield f"model.ffn is 0 but {dense} layers have a dense MLP: try {4 * model.hidden}"
+    if model.dense_layers and not model.ffn:
+        yield f"model.ffn is 0 but {model.dense_layers} layers have a dense MLP: try {4 * model.hidden}"
 
 
 def _mamba_problems(model: Model) -> Iterator[str]:

@@ -5,9 +5,9 @@ Counts follow the module trees of `transformers`, so that a total equals the ele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ultrascale.specs.blocks import LayerKind
 
@@ -189,14 +189,6 @@ def layer_weights(model: Model, kind: LayerKind) -> list[WeightShape]:
     return [*trunk, *(router(model) + shared_expert(model) if kind.mlp == "moe" else mlp(model, model.ffn))]
 
 
-def mean_of_layers(model: Model, moe: bool, of: Callable[[list[WeightShape]], Number]) -> Number:
-    """Of a layer's weights, in the mean over layers with and without linear attention."""
-    share = model.linear_share(moe) if model.linear_attention is not None else 0.0
-    mlp: Literal["moe", "dense"] = "moe" if moe else "dense"
-    full = of(layer_weights(model, LayerKind("attention", mlp)))
-    return full if not share else (1 - share) * full + share * of(layer_weights(model, LayerKind("linear", mlp)))
-
-
 def positions(model: Model) -> list[WeightShape]:
     return [WeightShape(model.max_positions or 0, model.hidden, matmul=False)] if model.positions == "learned" else []
 
@@ -210,12 +202,16 @@ def embedding(model: Model) -> list[WeightShape]:
     return [vocabulary(model), *positions(model)]
 
 
-def multiplied_elements(model: Model, moe: bool) -> float:
-    """Elements of one layer's matrices that a token is multiplied by, in the mean over layers: of routed experts, those that it
-    is sent to.
-    """
-    found: float = mean_of_layers(model, moe, lambda layer: float(elements(weight for weight in layer if weight.matmul)))
-    if moe and model.moe is not None:
+def mean_multiplied_elements(model: Model) -> float:
+    """Of a layer in the mean, less dense MLPs where others have experts."""
+    layers = [kind for kind in model.each_kind if model.moe is None or kind.mlp != "dense"] or model.each_kind
+    return sum(multiplied_elements(model, kind) for kind in layers) / len(layers)
+
+
+def multiplied_elements(model: Model, kind: LayerKind) -> float:
+    """Elements of one layer's matrices that a token is multiplied by: of routed experts, those that it is sent to."""
+    found = float(elements(weight for weight in layer_weights(model, kind) if weight.matmul))
+    if kind.has_experts and model.moe is not None:
         expert = elements(weight for weight in mlp(model, model.moe.expert_ffn) if weight.matmul)
         found += model.hidden * model.moe.experts + model.moe.top_k * expert
     return found

@@ -7,6 +7,7 @@ import pytest
 from builders import make_job
 from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.memory import activations
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -14,9 +15,11 @@ from ultrascale.specs.layout import Layout
 SBH = 2048 * 1 * 12288  # GPT-3: s·b·h
 SCORES = 5 * 96 * 2048 / 12288  # 5·a·s/h = 80
 
+DENSE = LayerKind()
 
-def one_layer(of: Job, layout: Layout, moe: bool = False) -> activations.LayerActivations:
-    return activations.layer(of, LayoutColumns.of([layout]), moe)
+
+def one_layer(of: Job, layout: Layout, kind: LayerKind = DENSE) -> activations.LayerActivations:
+    return activations.layer(of, LayoutColumns.of([layout]), kind)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_moe_layer_of_mixtral(ep: int, rows: float) -> None:
     of = make_job("mixtral-8x7b", "64xh100", 4096)
     assert of.cluster.efficiency.expert_imbalance == 1.10
     by_hand = 36_992 + 16_384 + 32 + rows * (16_384 + 57_344 + 28_672)
-    assert one_layer(of, Layout(dp=8, ep=ep), moe=True).total[0] == pytest.approx(4096 * by_hand)
+    assert one_layer(of, Layout(dp=8, ep=ep), LayerKind(mlp="moe")).total[0] == pytest.approx(4096 * by_hand)
 
 
 def test_experts_keep_their_inputs_in_fp8_where_the_engine_does() -> None:
@@ -112,7 +115,7 @@ def test_experts_keep_their_inputs_in_fp8_where_the_engine_does() -> None:
         one_layer(
             make_job("mixtral-8x7b", "64xh100", 4096, precision="fp8", framework=Framework(transformer_engine=kept)),
             Layout(),
-            moe=True,
+            LayerKind(mlp="moe"),
         )
         for kept in (False, True)
     ]

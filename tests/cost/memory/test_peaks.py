@@ -13,6 +13,7 @@ from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import fragmentation
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.estimate import Estimate, StageMemory
 from ultrascale.specs.framework import Framework
@@ -359,10 +360,10 @@ def test_fragmentation_from_the_second_micro_batch_on() -> None:
     job = make_job("llama-3-8b", "8xh100", 8192, layouts[1], framework=framework)
     once, plain, cut, full = fragmentation(job, rows)
     assert (once, plain, full) == (0.0, 0.25, 0.25)
-    kept = activations.layer(job, rows, moe=False).total[2]
+    kept = activations.layer(job, rows, LayerKind()).total[2]
     residual = 2 * 8192 * 4096 / 8
     assert cut == pytest.approx(0.25 * (1 + 2 * 7 * residual / kept))
     whole = make_job("llama-3-8b", "8xh100", 8192, layouts[1], framework=framework.model_copy(update={"fragmentation": 0.0}))
     more = estimate(job, layouts[1]).memory[0].memory.runtime - estimate(whole, layouts[1]).memory[0].memory.runtime
-    layers = activations.layer(job, LayoutColumns.of([layouts[1]]), moe=False).total[0] * job.model.layers
+    layers = activations.layer(job, LayoutColumns.of([layouts[1]]), LayerKind()).total[0] * job.model.layers
     assert more == pytest.approx(0.25 * layers, rel=0.01)

@@ -12,8 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
-from ultrascale.cost.flops import windows
+from ultrascale.cost.flops import MAMBA_SEGMENT, windows
 from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, selective_policy, uncut, uses_fused_blocks
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 
 CHUNKS = 8  # a chunked loss computes its logits in so many
@@ -31,8 +32,6 @@ class LayerActivations:
     """without any policy"""
     gradients: Array
     """gradients of activations that are live at the peak of the layer's backward"""
-    linear_extra: Array
-    """what a layer with linear attention keeps beyond one with attention, where the layers counted here are of both kinds"""
 
     @cached_property
     def total(self) -> Array:
@@ -53,7 +52,7 @@ class LayerActivations:
         return np.asarray(sum(size for name, size in self.modules.items() if name not in _CHEAP))
 
 
-def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) -> LayerActivations:
+def layer(job: Job, columns: LayoutColumns, kind: LayerKind, recomputes: bool = True) -> LayerActivations:
     """`recomputes` False: a layer that recomputes nothing though others do."""
     model, b = job.model, compute_bytes(job)
     tokens = columns.tokens(job.seq)
@@ -62,13 +61,12 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
     if job.framework.gathered_inputs:
         operand = operand * columns.sequence_cut
     normed = norm_bytes(job) / b * residual
-    modules = {
-        "attention norm": normed,
-        "qkv input": operand,
-        **_mixer(job, columns, moe),
-        "mlp norm": normed,
-        **(_moe(job, columns, tokens, b, residual) if moe else _mlp(job, columns, tokens, b, operand)),
-    }
+    modules: dict[str, Array] = {}
+    if kind.mixer != "none":
+        modules |= {"attention norm": normed, "qkv input": operand, **mixer(job, columns, kind)}
+    if kind.mlp != "none":
+        mlp = _moe(job, columns, tokens, b, residual) if kind.has_experts else _mlp(job, columns, tokens, b, operand)
+        modules |= {"mlp norm": normed, **mlp}
     if model.parallel_residual != "none":  # both branches read one tensor, and after one norm its output too
         modules["mlp norm"] = 0.0 * normed
         modules["mlp input"] = modules["mlp input"] * (model.parallel_residual != "one_norm")
@@ -79,15 +77,17 @@ def layer(job: Job, columns: LayoutColumns, moe: bool, recomputes: bool = True) 
         down_input = operand_bytes(job) * tokens * model.ffn / columns.tp
         modules |= {"mlp input": 0.0 * operand, "mlp activation": modules["mlp activation"] - down_input}
     if job.dropout:
-        modules["dropout masks"] = 2 * residual / b
-    width = model.moe.top_k * model.moe.expert_ffn + model.moe.shared_expert_ffn if moe and model.moe else model.ffn
+        modules["dropout masks"] = kind.sublayers * residual / b
+    experts = model.moe.top_k * model.moe.expert_ffn + model.moe.shared_expert_ffn if model.moe else 0
+    inner = {"attention": model.q_dim, "mamba": model.mamba.inner_dim if model.mamba else 0}
+    width = {"dense": model.ffn, "moe": experts, "none": inner.get(kind.mixer, 0)}[kind.mlp]
     # An unsplit backward frees what it has used. A split one keeps inputs and output gradients for the weight gradients, so
     # that the gradients of the activation and of both residual branches come on top.
     split = columns.split_backward
     wide = (2 if model.gated else 1) + np.where(split, 1, 0)
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, recomputes)
-    return LayerActivations(kept, modules, np.asarray(gradients), _linear_extra(job, columns, moe, kept))
+    return LayerActivations(kept, modules, np.asarray(gradients))
 
 
 def norm_bytes(job: Job) -> int:
@@ -95,23 +95,23 @@ def norm_bytes(job: Job) -> int:
     return compute_bytes(job) + (FP32 if job.framework.norm == "fp32" else 0)
 
 
-def _mixer(job: Job, columns: LayoutColumns, moe: bool) -> dict[str, Array]:
-    """In the mean over layers with attention and with linear attention."""
-    share = job.model.linear_share(moe)
-    found = attention(job, columns)
-    if not share:
-        return found
-    return {name: (1 - share) * size for name, size in found.items()} | {
-        name: share * size for name, size in linear_attention(job, columns).items()
+def mixer(job: Job, columns: LayoutColumns, kind: LayerKind) -> dict[str, Array]:
+    """Saved by attention, or by what is in its place, beside its norm and input."""
+    return {"attention": attention, "linear": linear_attention, "mamba": mamba}[kind.mixer](job, columns)
+
+
+def mamba(job: Job, columns: LayoutColumns) -> dict[str, Array]:
+    """Outputs of the projections; of the convolutions, as the state space takes them, and its states between segments; its
+    output before and after norm and gate.
+    """
+    mamba, each = job.model.mamba, compute_bytes(job) * columns.tokens(job.seq) / columns.tp
+    assert mamba is not None
+    states = FP32 * columns.mbs * mamba.inner_dim * mamba.state_dim / columns.tp
+    return {
+        "mamba input": each * (2 * mamba.inner_dim + 2 * mamba.group_dim + mamba.heads),
+        "mamba": each * (mamba.inner_dim + 2 * mamba.group_dim) + ((job.seq - 1) // MAMBA_SEGMENT) * states,
+        "gated output": each * 2 * mamba.inner_dim,
     }
-
-
-def _linear_extra(job: Job, columns: LayoutColumns, moe: bool, kept: dict[str, Array]) -> Array:
-    share, nothing = job.model.linear_share(moe), np.zeros(len(columns))
-    if not 0 < share < 1:
-        return nothing
-    linear = sum((kept[name] for name in linear_attention(job, columns)), nothing) / share
-    return np.asarray(linear - sum((kept[name] for name in attention(job, columns)), nothing) / (1 - share))
 
 
 def linear_attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
@@ -125,6 +125,20 @@ def linear_attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
         "linear attention": tokens * (b * convolved + rates),
         "gated output": tokens * (4 * b * linear.value_dim + FP32 * linear.value_heads),
     }
+
+
+def recurrent_inputs(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
+    """Of what linear attention or Mamba-2 saves, all but the outputs of projections and the input of the last GEMM."""
+    saved = mixer(job, columns, kind)
+    inside = sum(size for name, size in saved.items() if not name.endswith(" input"))
+    return np.asarray(inside - recurrent_output(job, columns, kind))
+
+
+def recurrent_output(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
+    """Input of the last GEMM of linear attention or Mamba-2."""
+    linear, mamba = job.model.linear_attention, job.model.mamba
+    width = linear.value_dim if kind.mixer == "linear" and linear else mamba.inner_dim if mamba else 0
+    return np.asarray(compute_bytes(job) * columns.tokens(job.seq) * width / columns.tp)
 
 
 def attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
@@ -258,7 +272,8 @@ def _apply_policy(
         # torch.utils.checkpoint sorts tokens by expert again, and sends them if it must; and so with Ulysses' output.
         dropped = (*dropped, "expert input", "switched output", "copies of k, v")
     if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
-        dropped = (*dropped, "q, k before norm", "shared output", "gated attention output", "linear attention", "gated output")
+        dropped = (*dropped, "q, k before norm", "shared output", "gated attention output")
+        dropped = (*dropped, "linear attention", "mamba", "gated output")
     fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy
     plain = selective & ~fused
     keeps = {name: ~full & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}
@@ -278,8 +293,9 @@ def _apply_policy(
     if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
         kept["shared expert"] = kept["shared expert"] * np.where(plain, 2 / 3 if job.model.gated else 1 / 2, 1.0)
-    kept["attention norm"] = np.where(full, residual, kept["attention norm"])
-    if exact and (mla := job.model.mla) is not None:
+    first = "attention norm" if "attention norm" in kept else "mlp norm"
+    kept[first] = np.where(full, residual, kept[first])
+    if exact and (mla := job.model.mla) is not None and "q, k, v" in kept:
         made = job.model.heads * (job.model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
         made_bytes = compute_bytes(job) * columns.tokens(job.seq) * made / columns.tp
         kept["q, k, v"] = np.where(plain, made_bytes, kept["q, k, v"])

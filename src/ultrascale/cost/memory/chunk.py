@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns, RankShare, where
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare, kinds_before, where
 from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import OPTIMIZERS, Job
 
 Owner = Literal["activations", "buffers", "gradients", "parameters"]
@@ -133,15 +134,28 @@ def walk(tensors: Iterable[TensorLifetime], events: int, rows: int, split: Array
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """Layers of a chunk that are alike."""
+class AlikeLayers:
+    """Layers of a chunk that are of one kind and recompute alike."""
 
+    kind: LayerKind
+    number: int
+    """of the kind, among the model's"""
+    recomputes: bool
     count: Array
-    moe: bool
     saved: LayerActivations
     """by one of them"""
-    done: Array
-    """layers of other kinds whose backward is over before theirs"""
+    block: Array
+    """elements of one of them that FSDP gathers together"""
+    elements: Array
+    """of one of them, experts included"""
+    before: Array
+    """of several chunks together, layers whose backward is over before theirs"""
+    together: Array
+    """of several chunks, so many layers in whose midst these are"""
+
+    @property
+    def moe(self) -> bool:
+        return self.kind.has_experts
 
 
 @dataclass(frozen=True)
@@ -177,46 +191,90 @@ class ChunkMemory:
         return states.on_rank(self.job.model, self.columns, self.share, self.shards)
 
     @cached_property
-    def layers(self) -> list[LayerKind]:
-        """In the order of backward: dense layers come first in a model, and in a chunk those that recompute."""
-        share, done = self.share, np.zeros(len(self.columns), dtype=np.int64)
-        found = []
-        for count, moe, recomputes in (
-            (share.kept_moe_layers, True, False),
-            (share.moe_layers - share.kept_moe_layers, True, True),
-            (share.kept_dense_layers, False, False),
-            (share.dense_layers - share.kept_dense_layers, False, True),
-        ):
-            if np.any(count):
-                saved = activations.layer(self.job, self.columns, moe, recomputes)
-                found.append(LayerKind(np.asarray(count), moe, saved, done))
-            done = np.asarray(done + count)
+    def layers(self) -> list[AlikeLayers]:
+        """Those with experts first, and of a chunk those that recompute last, as backward meets them in most models."""
+        found = list[AlikeLayers]()
+        before = np.zeros(len(self.columns), dtype=np.int64)
+        for moe, recomputes in product((True, False), (False, True)):
+            counts = [
+                (number, kind, count - kept if recomputes else kept)
+                for number, (kind, count, kept) in enumerate(self.share.each())
+                if kind.has_experts == moe
+            ]
+            together = np.asarray(sum((count for *_, count in counts), 0 * before))
+            for number, kind, count in counts:
+                if np.any(count):
+                    saved = activations.layer(self.job, self.columns, kind, recomputes)
+                    layer = states.layer_parameters(self.job.model, self.columns, kind, self.shards)
+                    place = before, together
+                    found.append(AlikeLayers(kind, number, recomputes, count, saved, layer.block, layer.total, *place))
+            before = before + together
         return found
+
+    # Which layers backward has met: the last `done` of the chunk.
+
+    @cached_property
+    def _kept_layers(self) -> Array:
+        return np.asarray(self.share.kept.sum(axis=1))
+
+    @cached_property
+    def _is_one_run(self) -> Array:
+        """Whether the chunk's layers follow each other in the model."""
+        return np.asarray(self.share.begin >= 0)
+
+    def _limits(self, alike: AlikeLayers) -> tuple[Array, Array]:
+        """The first and last but one layer of the model among which these are; of a chunk that is one run."""
+        begin = np.maximum(0, self.share.begin)
+        end = begin + self.share.layers
+        kept_from = end - self._kept_layers
+        return (begin, kept_from) if alike.recomputes else (kept_from, end)
+
+    def done_of(self, alike: AlikeLayers, done: Array) -> Array:
+        """How many of these layers are among the last `done` of the chunk; where it is several runs, in the mean."""
+        part: Array = alike.count / np.maximum(1, alike.together)
+        of_several = part * np.clip(done - alike.before, 0, alike.together)
+        if not self._is_one_run.any():
+            return np.asarray(of_several)
+        first, last = self._limits(alike)
+        end = np.maximum(0, self.share.begin) + self.share.layers
+        from_ = np.clip(end - done, first, last)
+        before = kinds_before(self.job.model)[:, alike.number]
+        return np.asarray(np.where(self._is_one_run, before[last] - before[from_], of_several))
+
+    def is_next(self, alike: AlikeLayers, done: Array) -> Array:
+        """Whether one of these layers is the next in backward when `done` of the chunk are through."""
+        return np.asarray(self.done_of(alike, done + 1) > self.done_of(alike, done))
+
+    def when_next(self, alike: AlikeLayers, number: Array) -> Array:
+        """How many layers of the chunk are done when backward meets the first (0), second, … of these."""
+        of_several = alike.before + number
+        if not self._is_one_run.any():
+            return np.asarray(of_several)
+        _, last = self._limits(alike)
+        places = np.flatnonzero(np.diff(kinds_before(self.job.model)[:, alike.number]))
+        place = places[np.clip(np.searchsorted(places, last) - 1 - number, 0, len(places) - 1)]
+        end = np.maximum(0, self.share.begin) + self.share.layers
+        return np.where(self._is_one_run, end - 1 - place, of_several)
+
+    def block_of_next(self, done: Array) -> Array:
+        """Elements that FSDP gathers for the next layer in backward; 0 if there is none, of several chunks the most."""
+        found = np.zeros(len(self.columns))
+        for alike in self.layers:
+            found = np.maximum(found, np.where(self.is_next(alike, done), alike.block, 0.0))
+        return np.where(self._is_one_run | (done >= self.share.layers), found, self.rank_params.block)
+
+    def elements_done(self, done: Array) -> Array:
+        """Elements of the last `done` layers."""
+        return np.asarray(sum((self.done_of(one, done) * one.elements for one in self.layers), np.zeros(len(self.columns))))
+
+    @cached_property
+    def first_block(self) -> Array:
+        """Elements that FSDP gathers for the chunk's first layer, the last in backward."""
+        return self.block_of_next(self.share.layers - 1)
 
     def saved_when_done(self, done: Array) -> Array:
         """Saved by the layers that are over when `done` of the chunk are through backward."""
-        found = np.zeros(len(self.columns))
-        for kind in self.layers:
-            layers = np.clip(done - kind.done, 0, kind.count)
-            found = found + layers * kind.saved.total
-            if share := self.job.model.linear_share(kind.moe):
-                linear = self.linear_in_last[kind.done + layers] - self.linear_in_last[kind.done]
-                found = found + np.where(self.has_whole_periods, linear - share * layers, 0.0) * kind.saved.linear_extra
-        return found
-
-    @cached_property
-    def linear_in_last(self) -> Array:
-        """How many of the model's last 0, 1, … layers have linear attention."""
-        model = self.job.model
-        return np.cumsum([0, *map(model.is_linear, reversed(range(model.layers)))])
-
-    @cached_property
-    def has_whole_periods(self) -> Array:
-        """Whether the chunk's last layers are of the same kinds as the model's: it has whole periods of the pattern."""
-        model = self.job.model
-        whole = not model.layers % max(1, len(model.attention_pattern))
-        aligned = whole & (self.share.layers % max(1, len(model.attention_pattern)) == 0)
-        return np.asarray(aligned | (self.share.layers == model.layers))
+        return np.asarray(sum((self.done_of(one, done) * one.saved.total for one in self.layers), np.zeros(len(self.columns))))
 
     @cached_property
     def head(self) -> activations.HeadActivations:
@@ -291,18 +349,22 @@ class ChunkMemory:
         fused, total = states.uses_fused_blocks(self.job, self.columns), np.zeros(len(self.columns))
         if self.job.adapter_rank is not None:  # adapters' gradients are computed at once: nothing is kept for them
             return -self.saved_when_done(done)
-        for kind in self.layers:
-            moe, layer = kind.moe, kind.saved
+        for alike in self.layers:
+            moe, layer = alike.moe, alike.saved
             each = layer.recomputed
             if self.job.framework.exact_memory_trace:
-                change = np.where(fused, 0.0, 2 * (self.full_sequence - self.residual))
+                change = np.where(fused, 0.0, alike.kind.sublayers * (self.full_sequence - self.residual))
                 for name in ("q, k before norm", "switched output", "copies of k, v", "outputs before norms"):
                     change = change - layer.modules.get(name, 0.0)
-                change = change - self.value_padding
+                if alike.kind.mixer == "attention":
+                    change = change - self.value_padding
+                    change = change - self.job.model.attention_gate * layer.modules["attention output"]
+                elif alike.kind.mixer != "none":  # no GEMM with weights reads what the recurrence and its norm do
+                    change = change - activations.recurrent_inputs(self.job, self.columns, alike.kind)
                 if moe:
                     change = change - self.router_input - np.where(self.routed_only(moe), self.residual, 0.0)
                 each = each + np.where(self.columns.split_backward, change, 0.0)
-            total = total + np.clip(done - kind.done, 0, kind.count) * each
+            total = total + self.done_of(alike, done) * each
         # Operands of fp8 weight gradients are kept in fp8.
         whole = self.layers[0].saved.whole if self.layers else 0.0
         return np.asarray(total - (1 - 1 / compute_bytes(self.job)) * self.fp8_layers(done) * whole)
@@ -433,16 +495,18 @@ class ChunkMemory:
         """The head, and the chunk's last layer."""
         share = self.share
         in_bf16 = (share.head == 1) | ((share.embedding == 1) & (share.layers == 1))
-        elements = self.tied_group + self.head_group + self.rank_params.block
+        elements = self.tied_group + self.head_group + self.block_of_next(0 * share.layers)
         return self.unsharded(elements, np.where(in_bf16, 0.0, self.fp8_block))
 
     @cached_property
     def last_group(self) -> Array:
         """Elements of FSDP's last parameter group: a layer, or its experts, which are their own group where ep cuts them."""
+        last = self.block_of_next(0 * self.share.layers)
         if self.job.model.moe is None:
-            return self.rank_params.block
-        experts = states.per_layer(self.job.model, self.columns, self.shards).experts
-        return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, self.rank_params.block)
+            return last
+        kind = next(kind for kind in self.job.model.layer_kinds if kind.has_experts)
+        experts = states.layer_parameters(self.job.model, self.columns, kind, self.shards).experts
+        return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, last)
 
     # FSDP2: bytes of gradients.
 
@@ -456,7 +520,7 @@ class ChunkMemory:
         """Input of the chunk's last reduce-scatter, which FSDP keeps until the next: the embedding where the chunk has it, else
         its first layer; where a split backward reduce-scatters after the weight gradients, its last group.
         """
-        first = np.where(self.embedding_or_tied_group > 0, self.embedding_or_tied_group, self.own.block)
+        first = np.where(self.embedding_or_tied_group > 0, self.embedding_or_tied_group, self.first_block)
         return self._kept_reduce_scatter_input(np.where(self.columns.split_backward, self.last_group, first))
 
     @cached_property
@@ -466,7 +530,7 @@ class ChunkMemory:
         model, tied = self.job.model, (columns.pp == 1) & self.job.model.tied_embeddings
         embedding = states.on_tp_rank(weights.embedding(model), model, columns, self.shards)
         ends = np.where(tied, self.rank_params.ends, rank.embedding * embedding)
-        first = ends + np.maximum(0, columns.virtual_stages - rank.embedding) * self.rank_params.block
+        first = ends + np.maximum(0, columns.virtual_stages - rank.embedding) * self.first_block
         last = columns.virtual_stages * self.last_group
         return self._kept_reduce_scatter_input(np.where(columns.split_backward, last, first))
 

@@ -153,7 +153,7 @@ def fragmentation(job: Job, columns: LayoutColumns) -> Array:
     share = np.where(columns.gas > 1, job.framework.fragmentation, 0.0)
     if not share.any() or job.framework.gathered_inputs:
         return share
-    kept = activations.layer(job, columns, moe=job.model.moe_layers == job.model.layers).total
+    kept = activations.layer(job, columns, job.model.kind(0)).total
     return np.asarray(share * (1 + gathered_inputs(job, columns) / kept))
 
 
@@ -304,10 +304,10 @@ def _untraced_points(chunk: ChunkMemory, gradients: Array) -> Iterator[MemoryPoi
     """Backward of a layer, of its input gradients alone, and the loss, each with all buffers live at once."""
     buffers, nothing = np.asarray(sum(size for _, size in _concurrent_buffers(chunk))), np.zeros(len(chunk.columns))
     whole = split = nothing
-    for kind in chunk.layers:
-        layer = kind.saved
-        whole = np.maximum(whole, np.where(kind.count > 0, layer.recomputed + layer.gradients, 0.0))
-        split = np.maximum(split, np.where(kind.count > 0, layer.gradients, 0.0))
+    for alike in chunk.layers:
+        layer = alike.saved
+        whole = np.maximum(whole, np.where(alike.count > 0, layer.recomputed + layer.gradients, 0.0))
+        split = np.maximum(split, np.where(alike.count > 0, layer.gradients, 0.0))
     for most in (whole, split, np.asarray(chunk.share.head * chunk.head.peak)):
         yield MemoryPoint(most, buffers, gradients, nothing)
 
@@ -346,7 +346,7 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
         sent = np.where(columns.is_("dispatcher", "allgather"), gathered, sent)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
     if job.framework.expert_overlap == "microbatches":
-        whole = [np.where(kind.count > 0, kind.saved.whole, 0.0) for kind in chunk.layers if kind.moe]
+        whole = [np.where(alike.count > 0, alike.saved.whole, 0.0) for alike in chunk.layers if alike.moe]
         if whole:
             yield "a layer of the micro-batch that hides the all-to-all", np.maximum.reduce(whole)
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum, auto
-from itertools import product
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, where
-from ultrascale.cost.flops import DELTA_CHUNK
+from ultrascale.cost.flops import DELTA_CHUNK, MAMBA_SEGMENT
 from ultrascale.cost.memory import states
-from ultrascale.cost.memory.activations import LayerActivations, attention, linear_attention
+from ultrascale.cost.memory.activations import LayerActivations, linear_attention, recurrent_output
 from ultrascale.cost.memory.chunk import (
+    AlikeLayers,
     ChunkMemory,
-    LayerKind,
     MemoryPoint,
     TensorLifetime,
     activation,
@@ -27,7 +26,7 @@ from ultrascale.cost.memory.chunk import (
     walk,
 )
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, uses_fused_blocks
-from ultrascale.specs.blocks import LinearAttention
+from ultrascale.specs.blocks import LayerKind, LinearAttention
 from ultrascale.specs.job import Job
 
 
@@ -91,44 +90,39 @@ def layer_backward(chunk: ChunkMemory, gradients: Array, split: bool) -> MemoryP
     rows = len(chunk.columns)
     deferring = chunk.columns.split_backward & split & (chunk.job.adapter_rank is None)
     found = nothing = MemoryPoint.nothing(rows)
-    attentions = sorted({chunk.job.model.is_linear(layer) for layer in range(chunk.job.model.layers)})
-    for kind, linear in product(chunk.layers, attentions):
-        happens = _layer_events(chunk, kind.moe, deferring)
+    for alike in chunk.layers:
+        happens = _layer_events(chunk, alike.kind, deferring)
         wide, *narrow = (
-            walk(
-                _layer_tensors(chunk, kind.saved, kind.moe, linear, deferring, in_fp8), LayerEvent.END, rows, deferring
-            ).peaks_of_segments(_SEGMENT_STARTS, happens)
+            walk(_layer_tensors(chunk, alike, deferring, in_fp8), LayerEvent.END, rows, deferring).peaks_of_segments(
+                _SEGMENT_STARTS, happens
+            )
             for in_fp8 in ((False, True) if chunk.job.precision == "fp8" else (False,))
         )
-        for done in _layers_done(chunk, kind, linear):
+        for done in _layers_done(chunk, alike):
             parts = where(chunk.is_fp8_layer(done), narrow[0], wide) if narrow else wide
-            beside = walk(_beside_layer(chunk, kind, linear, gradients, done, deferring), LayerSegment.END, rows)
-            there = (kind.done <= done) & (done < kind.done + kind.count)
+            beside = walk(_beside_layer(chunk, alike, gradients, done, deferring), LayerSegment.END, rows)
+            there = (alike.count > 0) & chunk.is_next(alike, done)
             found = fullest(found, where(there, (parts + beside).peak(), nothing))
     return found
 
 
-def _layers_done(chunk: ChunkMemory, kind: LayerKind, linear: bool) -> list[Array]:
-    """Layers of the chunk whose backward is over when one of this kind may peak: when it is the first of its kind in backward,
-    the second, the last but one, or the last; or the nearest that has linear attention, or has not.
+def _layers_done(chunk: ChunkMemory, alike: AlikeLayers) -> list[Array]:
+    """Layers of the chunk whose backward is over when one of these may peak: when it is the first of its kind in backward, the
+    second, the last but one, or the last.
 
     Where parameters are freed with all that a layer saved, no later than the second.
     """
-    own = kind.count
+    own = alike.count
     most = np.minimum(np.where(chunk.frees_gathered & ~chunk.columns.split_backward, 1, own), own - 1)
-    found = [kind.done + np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
-    if chunk.job.model.linear_layers:
-        alike = np.flatnonzero(np.diff(chunk.linear_in_last) == linear)
-        last = len(alike) - 1
-        after = [alike[np.minimum(np.searchsorted(alike, done), last)] for done in found[:2]]
-        before = [alike[np.maximum(np.searchsorted(alike, done, side="right") - 1, 0)] for done in found[2:]]
-        found = [np.where(chunk.has_whole_periods, near, done) for near, done in zip((*after, *before), found, strict=True)]
+    numbers = [np.maximum(0, np.minimum(number, most)) for number in (0, 1, own - 2, own - 1)]
+    found = [chunk.when_next(alike, number) for number in numbers]
     return list({done.tobytes(): done for done in found}.values())  # chunks of few layers: two alike
 
 
-def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Array | bool]:
+def _layer_events(chunk: ChunkMemory, kind: LayerKind, split: Array) -> dict[int, Array | bool]:
     """In which rows an event happens, for those that do not in all."""
-    job, columns, event = chunk.job, chunk.columns, LayerEvent
+    job, columns, event, moe = chunk.job, chunk.columns, LayerEvent, kind.has_experts
+    mixes, has_mlp = kind.mixer != "none", kind.mlp != "none"
     fused = uses_fused_blocks(job, columns) & (not moe)
     whole = states.compiled(job, columns) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
@@ -137,26 +131,25 @@ def _layer_events(chunk: ChunkMemory, moe: bool, split: Array) -> dict[int, Arra
         **dict.fromkeys(range(event.INPUT_GRADS_GATE, event.COMPILED), fused & split),
         event.COMPILED: whole & ~fused,
         event.COMBINE: eager & moe,
-        event.DOWN_MATMUL: eager,
-        event.GATE: eager,
+        event.DOWN_MATMUL: eager & has_mlp,
+        event.GATE: eager & has_mlp,
         event.EXPERT_ROWS: eager & moe,
-        event.UP_MATMUL: eager,
-        event.INPUT_SUM: eager & (columns.tp > 1) & (not moe),
-        event.GATE_MATMUL: eager & job.model.gated,
-        event.MLP_NORM: eager & rmsnorm,
-        event.ATTENTION: eager,
-        event.ATTENTION_NORM: eager & split & rmsnorm,
+        event.UP_MATMUL: eager & has_mlp,
+        event.INPUT_SUM: eager & (columns.tp > 1) & (kind.mlp == "dense"),
+        event.GATE_MATMUL: eager & job.model.gated & has_mlp,
+        event.MLP_NORM: eager & rmsnorm & has_mlp,
+        event.ATTENTION: eager & mixes,
+        event.ATTENTION_NORM: eager & split & rmsnorm & mixes,
         event.REDUCE_SCATTER: chunk.holds_fresh_gradients & ~split,
     }
 
 
-def _layer_tensors(
-    chunk: ChunkMemory, layer: LayerActivations, moe: bool, linear: bool, split: Array, in_fp8: bool
-) -> Iterator[TensorLifetime]:
-    """`linear`: with linear attention; `in_fp8`: of a fused block."""
+def _layer_tensors(chunk: ChunkMemory, alike: AlikeLayers, split: Array, in_fp8: bool) -> Iterator[TensorLifetime]:
+    """`in_fp8`: of a fused block."""
+    layer, kind, moe = alike.saved, alike.kind, alike.moe
     if chunk.job.framework.fused_blocks:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        gradients = _compiled_linear_gradients(chunk, layer) if linear else layer.gradients
+        gradients = _compiled_linear_gradients(chunk, layer) if kind.mixer == "linear" else layer.gradients
         yield activation("gradients in a compiled block", gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
         if not moe and in_fp8:
             yield from _fused_fp8_layer(chunk, layer)
@@ -165,10 +158,12 @@ def _layer_tensors(
             yield from _fused_layer(chunk, layer)
             yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
-    yield from _mlp_backward(chunk, layer, moe)
-    yield from _mlp_weight_gradients(chunk, moe, split)
-    yield from _norm_and_attention_backward(chunk, moe, linear, split)
-    yield from _layer_reduce_scatter(chunk, moe)
+    yield activation("residual gradient", chunk.residual, LayerEvent.COMBINE, LayerEvent.END)
+    if kind.mlp != "none":
+        yield from _mlp_backward(chunk, layer, moe)
+        yield from _mlp_weight_gradients(chunk, moe, split)
+    yield from _norm_and_attention_backward(chunk, kind, split)
+    yield from _layer_reduce_scatter(chunk, alike)
 
 
 def _fused_layer(chunk: ChunkMemory, layer: LayerActivations) -> Iterator[TensorLifetime]:
@@ -310,7 +305,6 @@ def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Ite
     wide = layer.modules["expert activation" if moe else "mlp activation"]
     rows = layer.modules["expert input"] if moe else chunk.full_sequence
     gathered = chunk.gathered_sequence
-    yield activation("residual gradient", chunk.residual, event.COMBINE, event.END)
     if moe:
         out = layer.modules["expert output"]
         kept = event.DOWN_MATMUL if chunk.routed_only(moe) else event.END  # for the weights of a shared expert
@@ -355,22 +349,26 @@ def _mlp_weight_gradients(chunk: ChunkMemory, moe: bool, split: Array) -> Iterat
     yield buffer("MLP's weight gradients, held", (2 + gated) * until_end, event.MLP_NORM, event.ATTENTION_NORM)
 
 
-def _norm_and_attention_backward(chunk: ChunkMemory, moe: bool, linear: bool, split: Array) -> Iterator[TensorLifetime]:
+def _norm_and_attention_backward(chunk: ChunkMemory, kind: LayerKind, split: Array) -> Iterator[TensorLifetime]:
     event, residual = LayerEvent, chunk.residual
     workspace = chunk.norm_workspace(residual)
     for norm, end in ((event.MLP_NORM, event.ATTENTION), (event.ATTENTION_NORM, event.REDUCE_SCATTER)):
         yield activation("gradient of the norm's output", residual, norm, end)
         yield activation("norm in fp32", workspace, norm, end)
-    gradients = _delta_rule_gradients(chunk) if linear else _attention_gradients(chunk)
-    if share := chunk.job.model.linear_share(moe):  # what is saved is a mean of both kinds
-        more = sum(linear_attention(chunk.job, chunk.columns).values()) - sum(attention(chunk.job, chunk.columns).values())
-        yield activation("beyond the mean", (linear - share) * np.asarray(more), event.COMPILED, event.ATTENTION_NORM)
+    if kind.mixer == "none":
+        return
+    of_mixer = {"attention": _attention_gradients, "linear": _delta_rule_gradients, "mamba": _state_space_gradients}
+    gradients = of_mixer[kind.mixer](chunk)
     yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
+    if kind.mixer != "attention":  # freed by then, but for the deferred weight gradient of the last GEMM
+        operands = recurrent_output(chunk.job, chunk.columns, kind) + chunk.gathered_sequence
+        yield activation("operands of the output's GEMM", np.where(split, operands, 0.0), event.ATTENTION, event.ATTENTION_NORM)
     # Deferred weight gradients keep what the last matmuls of attention and MLP were given: gathered, or the residual's
     # gradient as it was then. Attention's takes the place of the MLP norm's input.
     of_attention = np.where(split, chunk.gathered_sequence, 0.0)
     yield activation("gathered output gradient of attention", of_attention, event.ATTENTION_NORM, event.END)
-    of_mlp = np.where(split & (chunk.columns.sequence_cut == 1) & (not chunk.routed_only(moe)), residual, 0.0)
+    keeps = kind.mlp != "none" and not chunk.routed_only(kind.has_experts)
+    of_mlp = np.where(split & (chunk.columns.sequence_cut == 1) & keeps, residual, 0.0)
     yield activation("output gradient of the MLP", of_mlp, event.ATTENTION, event.END)
 
 
@@ -409,13 +407,8 @@ def _compiled_linear_gradients(chunk: ChunkMemory, layer: LayerActivations) -> A
     """The most of a compiled block with linear attention: the MLP's, or those of the delta rule and the residual, when what
     the MLP saved is freed.
     """
-    of_attention = {
-        "attention norm",
-        "qkv input",
-        *attention(chunk.job, chunk.columns),
-        *linear_attention(chunk.job, chunk.columns),
-    }
-    freed = sum(size for name, size in layer.modules.items() if name not in of_attention)
+    kept = {"attention norm", "qkv input", *linear_attention(chunk.job, chunk.columns)}
+    freed = sum(size for name, size in layer.modules.items() if name not in kept)
     return np.maximum(layer.gradients, 2 * chunk.residual + _delta_rule_gradients(chunk) - freed)
 
 
@@ -455,22 +448,42 @@ def _plain_delta_rule(job: Job, linear: LinearAttention, tokens: Array, padded: 
     return np.asarray(FP32 * padded * each)
 
 
-def _layer_reduce_scatter(chunk: ChunkMemory, moe: bool) -> Iterator[TensorLifetime]:
+def _state_space_gradients(chunk: ChunkMemory) -> Array:
+    """A Mamba-2 layer's backward beyond what it saved, where it is fullest: in the norm of its output, in the state space or in
+    the convolution of x. The first two compute a segment of each sequence again, in fp32.
+    """
+    job, columns, mamba = chunk.job, chunk.columns, chunk.job.model.mamba
+    assert mamba is not None
+    b, tokens, wide = compute_bytes(job), columns.tokens(job.seq), mamba.inner_dim
+    length = -(-min(job.seq, MAMBA_SEGMENT) // DELTA_CHUNK) * DELTA_CHUNK
+    segment, states = columns.mbs * length, wide * mamba.state_dim
+    # Scores and their decays, values nine times, states before chunks twice, and the first; B, C and their scores by group.
+    each = mamba.heads * (2 * DELTA_CHUNK + 5) + 9 * wide + mamba.groups * DELTA_CHUNK + 2 * mamba.group_dim
+    in_fp32 = segment * (each + 2 * states / DELTA_CHUNK) + columns.mbs * states * (1 + (job.seq > MAMBA_SEGMENT))
+    result = b * segment * wide * (b < FP32)
+    # In the place of what was saved: of the output before and after norm and gate, of the gate, of the state space's inputs.
+    norm = b * tokens * 2 * wide + 9 * FP32 * segment * wide + result
+    space = b * tokens * (2 * mamba.group_dim + mamba.heads) + FP32 * in_fp32 + result
+    convolution = b * tokens * (6 - 2) * wide
+    return np.asarray(np.maximum(np.maximum(norm, space), convolution) / columns.tp)
+
+
+def _layer_reduce_scatter(chunk: ChunkMemory, alike: AlikeLayers) -> Iterator[TensorLifetime]:
     """The end of a layer's backward: fresh gradients, copied into the reduce-scatter's input unless that has their format and
     comes after deferred weight gradients; before these they are cast one by one.
     """
-    at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), chunk.rank_params.block
+    at, b, g, block = LayerEvent.REDUCE_SCATTER, compute_bytes(chunk.job), gradient_bytes(chunk.job), alike.block
     late = chunk.columns.split_backward
     copied, reduced = chunk.reduce_scatters & ~(late & (g == b)), chunk.reduce_scatters & ~late
     output = np.where(reduced, chunk.reduce_scatter_output(block), 0.0)
-    fresh = np.where(copied & late & (not moe), chunk.mlp_weight_gradient[False], chunk.trained * b * block)
+    fresh = np.where(copied & late & (not alike.moe), chunk.mlp_weight_gradient[False], chunk.trained * b * block)
     yield buffer("layer's weight gradients", fresh, at, LayerEvent.END)
     yield buffer("reduce-scatter input", np.where(copied, chunk.trained * g * block, 0.0), at, LayerEvent.END)
     yield buffer("reduce-scatter output", output, at, LayerEvent.END)
 
 
 def _beside_layer(
-    chunk: ChunkMemory, kind: LayerKind, linear: bool, gradients: Array, done: Array, split: Array
+    chunk: ChunkMemory, alike: AlikeLayers, gradients: Array, done: Array, split: Array
 ) -> Iterator[TensorLifetime]:
     """Live beside a layer in backward when `done` layers of the chunk are through.
 
@@ -479,36 +492,34 @@ def _beside_layer(
     """
     start, scatter, end = LayerSegment.MLP, LayerSegment.REDUCE_SCATTER, LayerSegment.END
     params, columns, late = chunk.rank_params, chunk.columns, chunk.columns.split_backward
-    b, g, share_done = compute_bytes(chunk.job), gradient_bytes(chunk.job), done / np.maximum(1, chunk.share.layers)
+    b, g, block = compute_bytes(chunk.job), gradient_bytes(chunk.job), alike.block
+    layers = chunk.own.total - chunk.own.ends
+    share_done = chunk.elements_done(done) / np.maximum(1, layers)
     freed = np.where(split, chunk.deferred - chunk.deferred_when_done(done), chunk.saved_when_done(done))
-    this = kind.saved.total
-    if share := chunk.job.model.linear_share(kind.moe):
-        this = this + np.where(chunk.has_whole_periods, linear - share, 0.0) * kind.saved.linear_extra
-    yield activation("of what is in flight: this layer, and those done", -this - freed, start, end)
+    yield activation("of what is in flight: this layer, and those done", -alike.saved.total - freed, start, end)
     # The gradient that the chunk received is the residual's own until attention of the first layer in backward; a deferred
     # weight gradient of that layer may need it anyway, unless it was gathered.
     gathered = (columns.sequence_cut > 1) & ~uses_fused_blocks(chunk.job, columns)
-    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(kind.moe))
+    received = (chunk.share.head == 0) & (~split | gathered | chunk.routed_only(alike.moe))
     yield activation("received gradient", np.where(received & (done > 0), chunk.residual, 0.0), start, end)
-    separate = np.where(received & (done == 0), chunk.residual, 0.0)
+    separate = np.where(received & (done == 0) & (alike.kind.sublayers == 2), chunk.residual, 0.0)
     yield activation("received gradient", separate, LayerSegment.ATTENTION, end)
     # This layer and the one prefetched. Its parameters are freed before its gradients are reduce-scattered.
-    blocks = np.minimum(2, np.maximum(1, chunk.share.layers) - done) * params.block
-    both = chunk.unsharded(chunk.tied_group + blocks + (params.layer - params.block), chunk.fp8_prefetched(done))
-    next_one = chunk.tied_group + blocks + (params.layer - 2 * params.block)
+    next_one = chunk.tied_group + chunk.block_of_next(done + 1) + (alike.elements - block)
+    both = chunk.unsharded(next_one + block, chunk.fp8_prefetched(done))
     prefetched = chunk.unsharded(next_one, chunk.fp8_prefetched(done, this_layer=False))
     yield buffer("unsharded parameters", both, start, scatter)
     yield buffer("unsharded parameters", prefetched, scatter, end)
-    through = share_done * (chunk.own.total - chunk.own.ends) + np.where(late, 0.0, chunk.head_group)
+    through = share_done * layers + np.where(late, 0.0, chunk.head_group)
     frees = chunk.frees_gathered
     yield TensorLifetime("freed parameters of layers done", "parameters", np.where(frees, -b * through, 0.0), start, end)
-    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * params.block, 0.0), scatter, end)
+    yield TensorLifetime("freed parameters of this layer", "parameters", np.where(frees, -b * block, 0.0), scatter, end)
     yield buffer("gradient sent to the previous stage", chunk.sent_gradient, start, end)
     yield buffer("head's weight gradient", chunk.head_gradient, start, end)
     # FSDP frees the input of a reduce-scatter when the next one begins.
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
     yield buffer("reduce-scatter inputs of other chunks", others, start, end)
-    last_layer = np.where(chunk.reduce_scatters, chunk.trained * g * params.block, 0.0)
+    last_layer = np.where(chunk.reduce_scatters, chunk.trained * g * chunk.block_of_next(done - 1), 0.0)
     of_head = np.where(chunk.reduce_scatters, chunk.trained * g * chunk.head_group, 0.0)
     before = np.where(~late & (chunk.head_group > 0), of_head, chunk.reduce_scatter_input)
     last = np.where(late | (done == 0), before, last_layer)

@@ -16,6 +16,7 @@ from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import CHUNKED_GRADIENTS
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import FP32, autocast, compute_bytes, gradient_bytes
+from ultrascale.specs.blocks import LayerKind
 
 
 class EngineEvent(IntEnum):
@@ -78,13 +79,13 @@ def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     event, columns, b, g = EngineEvent, chunk.columns, compute_bytes(chunk.job), gradient_bytes(chunk.job)
     framework, block, layers = chunk.job.framework, chunk.rank_params.block, chunk.share.layers
     again, gradients, saved = np.zeros((3, len(columns)))
-    for kind in chunk.layers:
-        again = np.maximum(again, np.where(kind.count > 0, kind.saved.recomputed, 0.0))
+    for alike in chunk.layers:
+        again = np.maximum(again, np.where(alike.count > 0, alike.saved.recomputed, 0.0))
         # Compiled, the gradient of the activation becomes that of one of the GEMMs before it.
         compiled = framework.states == "fp32" and not framework.eager_activation
-        overwritten = compiled * chunk.full_sequence * _width(chunk, kind.moe) / columns.tp
-        gradients = np.maximum(gradients, np.where(kind.count > 0, kind.saved.gradients - overwritten, 0.0))
-        saved = np.maximum(saved, np.where(kind.count > 0, kind.saved.total, 0.0))
+        overwritten = compiled * chunk.full_sequence * _width(chunk, alike.kind) / columns.tp
+        gradients = np.maximum(gradients, np.where(alike.count > 0, alike.saved.gradients - overwritten, 0.0))
+        saved = np.maximum(saved, np.where(alike.count > 0, alike.saved.total, 0.0))
     matrix, fsdp = chunk.mlp_weight_gradient[False], _is_fsdp(chunk)
     fresh = np.where(fsdp, (2 + chunk.job.model.gated) * matrix, (1 + chunk.job.model.gated) * matrix)
     for begin in (event.LAYER_BACKWARD, event.FIRST_LAYER):
@@ -115,11 +116,11 @@ def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     yield activation("freed", -chunk.saved, event.EMBEDDING, event.END)
 
 
-def _width(chunk: ChunkMemory, moe: bool) -> float:
+def _width(chunk: ChunkMemory, kind: LayerKind) -> float:
     """Of the MLP, relative to the model's."""
     model = chunk.job.model
-    experts = model.moe.top_k * model.moe.expert_ffn if moe and model.moe else model.ffn
-    return experts / model.hidden
+    experts = model.moe.top_k * model.moe.expert_ffn if model.moe else 0
+    return {"dense": model.ffn, "moe": experts, "none": 0}[kind.mlp] / model.hidden
 
 
 def _embedding(chunk: ChunkMemory) -> Array:

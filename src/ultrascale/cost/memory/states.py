@@ -9,10 +9,11 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.specs import weights
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
 from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
-from ultrascale.specs.weights import WeightShape, embedding, mean_of_layers, mlp, norm, positions, router_bias, vocabulary
+from ultrascale.specs.weights import WeightShape, embedding, layer_weights, mlp, norm, positions, router_bias, vocabulary
 
 FP32 = 4
 DELTA_RULE_WIDTHS = (64, 128)  # of a head's keys and values, for our GPU kernels
@@ -214,21 +215,27 @@ def fsdp_shards(job: Job, columns: LayoutColumns) -> Array:
 
 @dataclass(frozen=True)
 class LayerParameters:
-    dense: Array
-    """one dense layer on one rank"""
-    moe: Array
-    """one MoE layer without its routed experts"""
+    """Of one layer on one rank."""
+
+    trunk: Array
+    """without routed experts"""
     experts: Array
-    """the routed experts of one MoE layer on one rank"""
+    """those"""
+    block: Array
+    """as FSDP groups it: without experts where ep cuts them, which are a group of their own"""
+
+    @property
+    def total(self) -> Array:
+        return np.asarray(self.trunk + self.experts)
 
 
-def per_layer(model: Model, columns: LayoutColumns, shards: Array | int = 1) -> LayerParameters:
+def layer_parameters(model: Model, columns: LayoutColumns, kind: LayerKind, shards: Array | int = 1) -> LayerParameters:
     """`shards`: ranks among whom the rows of each tensor are padded to divide."""
-    dense, moe = (mean_of_layers(model, moe, lambda layer: on_tp_rank(layer, model, columns, shards)) for moe in (False, True))
-    if model.moe is None:
-        zero = np.zeros(len(columns))
-        return LayerParameters(dense, zero, zero)
-    return LayerParameters(dense, moe + router_bias(model), _experts(model, columns, np.asarray(shards)))
+    trunk = on_tp_rank(layer_weights(model, kind), model, columns, shards)
+    if not kind.has_experts:
+        return LayerParameters(trunk, np.zeros(len(columns)), trunk)
+    trunk, experts = trunk + router_bias(model), _experts(model, columns, np.asarray(shards))
+    return LayerParameters(trunk, experts, np.asarray(trunk + np.where(columns.ep > 1, 0, experts)))
 
 
 def _experts(model: Model, columns: LayoutColumns, shards: Array) -> Array:
@@ -272,7 +279,7 @@ class RankParameters:
     layer: Array
     """the largest single layer, experts included: what ZeRO-3 gathers at a time"""
     block: Array
-    """the same as FSDP groups it: without experts where ep cuts them, which are a group of their own"""
+    """the same as FSDP groups it"""
     padding: Array
     """of these, what only makes rows divide among shards"""
     layers: Array
@@ -288,18 +295,18 @@ class RankParameters:
 def on_rank(
     model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1, count_matrices: bool = False
 ) -> RankParameters:
-    layer = per_layer(model, columns, shards)
     # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
     owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)
     ends = share.embedding * on_tp_rank(embedding(model), model, columns, shards)
     ends = ends + owns_head * on_tp_rank([vocabulary(model)], model, columns, shards)
     ends = ends + share.head * on_tp_rank([norm(model)], model, columns, shards)
-    dense_layer = np.where(share.dense_layers > 0, layer.dense, 0)
-    moe_layer, moe_block = (
-        np.where(share.moe_layers > 0, each, 0)
-        for each in (layer.moe + layer.experts, layer.moe + np.where(columns.ep > 1, 0, layer.experts))
-    )
-    trunk, experts = share.dense_layers * layer.dense + share.moe_layers * layer.moe + ends, share.moe_layers * layer.experts
+    trunk, experts, largest, largest_block = np.zeros((4, len(columns)))
+    for kind, count, _ in share.each():
+        layer = layer_parameters(model, columns, kind, shards)
+        trunk, experts = trunk + count * layer.trunk, experts + count * layer.experts
+        largest = np.maximum(largest, np.where(count > 0, layer.total, 0))
+        largest_block = np.maximum(largest_block, np.where(count > 0, layer.block, 0))
+    trunk = trunk + ends
     matrices = np.zeros(len(columns))
     if count_matrices:
         matrices = _of_layers(model, columns, share, shards, lambda weight: weight.is_hidden_matrix)
@@ -308,8 +315,8 @@ def on_rank(
         trunk=trunk,
         experts=experts,
         ends=np.asarray(ends),
-        layer=np.maximum(dense_layer, moe_layer),
-        block=np.maximum(dense_layer, moe_block),
+        layer=largest,
+        block=largest_block,
         padding=trunk + experts - unpadded,
         layers=np.asarray(share.layers),
         matrices=matrices,
@@ -346,7 +353,7 @@ def partial_experts_on_tp(model: Model, columns: LayoutColumns, share: RankShare
 
 def never_deferred_experts(model: Model, columns: LayoutColumns, share: RankShare, shards: Array) -> Array:
     """Elements of routed experts on a rank whose gradients no split backward defers: biases."""
-    each = per_layer(model, columns, shards).experts
+    each = _experts(model, columns, shards) if model.moe is not None else np.zeros(len(columns))
     return np.asarray(share.moe_layers * each * (1 - _expert_matrices(model, columns)))
 
 
@@ -361,11 +368,11 @@ def _of_layers(
 ) -> Array:
     """Elements of the wanted weights in all layers of a rank, routed experts left out."""
 
-    def of(layer: list[WeightShape]) -> Array:
-        return on_tp_rank([weight for weight in layer if wanted(weight)], model, columns, shards)
-
-    dense, moe = (mean_of_layers(model, moe, of) for moe in (False, True))
-    return np.asarray(share.dense_layers * dense + share.moe_layers * moe)
+    found = np.zeros(len(columns))
+    for kind, count, _ in share.each():
+        own = [weight for weight in layer_weights(model, kind) if wanted(weight)]
+        found = found + count * on_tp_rank(own, model, columns, shards)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- states
@@ -482,31 +489,34 @@ def fp8_saving(job: Job, elements: Array | float) -> Array:
     return np.asarray((compute_bytes(job) - 1) * elements)
 
 
-def fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool) -> Float8Gather:
+def fp8_of_layer(job: Job, columns: LayoutColumns, kind: LayerKind) -> Float8Gather:
     """Of one layer, if it is neither the first nor the last."""
     split = (columns.pp > 1) & columns.split_backward
-    return _fp8_of_layer(job, columns, moe, split).scaled(~columns.is_("offload", "parameters"))
+    return _fp8_of_layer(job, columns, kind, split).scaled(~columns.is_("offload", "parameters"))
 
 
 def fp8_on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gather:
     total = Float8Gather(np.zeros(len(columns)), np.zeros(len(columns)))
-    for layers, moe in ((share.dense_layers, False), (share.moe_layers, True)):
+    for kind, layers, _ in share.each():
         if np.any(layers):
-            inner = np.maximum(0, layers - _end_layers(job.model, share, moe))
-            total = total + fp8_of_layer(job, columns, moe).scaled(inner)
+            inner = np.maximum(0, layers - _end_layers(job.model, share, kind))
+            total = total + fp8_of_layer(job, columns, kind).scaled(inner)
     return total
 
 
-def fp8_layer_mean(job: Job, columns: LayoutColumns, moe: bool) -> Array:
+def fp8_layer_mean(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Elements of a layer, averaged over the model with its first and last layer."""
-    found = _fp8_of_layer(job, columns, moe, split=False)
+    found = _fp8_of_layer(job, columns, kind, split=False)
     return np.asarray(found.elements * max(0, job.model.layers - 2) / job.model.layers)
 
 
 def fp8_of_largest_layer(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
     """Elements of the largest layer on a rank, as one that is neither first nor last."""
-    dense, moe = (fp8_of_layer(job, columns, each).elements for each in (False, True))
-    return np.where(share.moe_layers > 0, moe if job.model.moe is not None else 0.0, dense)
+    found = np.zeros(len(columns))
+    for kind, layers, _ in share.each():
+        if np.any(layers):
+            found = np.maximum(found, np.where(layers > 0, fp8_of_layer(job, columns, kind).elements, 0.0))
+    return found
 
 
 def fits_fp8(rows: int, columns: Array) -> Array:
@@ -514,32 +524,50 @@ def fits_fp8(rows: int, columns: Array) -> Array:
     return np.asarray((rows % multiple == 0) & (columns % multiple == 0))
 
 
-def _fp8_of_layer(job: Job, columns: LayoutColumns, moe: bool, split: Array | bool) -> Float8Gather:
+def _fp8_of_layer(job: Job, columns: LayoutColumns, kind: LayerKind, split: Array | bool) -> Float8Gather:
     model, tp, none = job.model, columns.tp, np.zeros(len(columns))
     if job.precision != "fp8" or not job.framework.fp8_gather or model.mla is not None:
         return Float8Gather(none, none)
     gathers = (columns.zero == 3) & (columns.shards > 1)
-    h, q, kv = model.hidden, model.q_dim / tp, model.kv_dim / np.minimum(tp, model.kv_heads)
-    together = (tp > 1) | split  # q, k and v are one autograd function, in fp8 together or not at all
-    q_fits = fits_fp8(h, q) & (fits_fp8(h, kv) | ~together)
-    kv_fits = fits_fp8(h, kv) & (fits_fp8(h, q) | ~together)
-    width, matrices = (model.moe.shared_expert_ffn if moe and model.moe else model.ffn) / tp, (3 if model.gated else 2)
-    mlp_fits = fits_fp8(h, width) & (width > 0)
-    elements = h * (q * q_fits + 2 * kv * kv_fits + q * fits_fp8(h, q) + matrices * width * mlp_fits)
+    h, (inputs, output) = model.hidden, _mixer_widths(model, columns, kind)
+    together = (tp > 1) | split  # what has one input is one autograd function, in fp8 together or not at all
+    all_fit = np.all([fits_fp8(h, width) for width in inputs], axis=0) if inputs else np.asarray(True)
+    width = {"dense": model.ffn, "moe": model.moe.shared_expert_ffn if model.moe else 0, "none": 0}[kind.mlp] / tp
+    fits = [(width, fits_fp8(h, width) & (all_fit | ~together)) for width in inputs]
+    fits += [(output, fits_fp8(h, output))] if inputs else []
+    fits += [(width, fits_fp8(h, width) & (width > 0))] * (3 if model.gated else 2)
     # A fused block has one matmul for q, k and v, and one for gate and up, with one scale each.
-    scales = np.where(uses_fused_blocks(job, columns), 4, 1 * q_fits + 2 * kv_fits + fits_fp8(h, q) + matrices * mlp_fits)
+    scales = np.where(uses_fused_blocks(job, columns), 4, sum(1 * there for _, there in fits))
+    elements = h * sum(width * there for width, there in fits)
     return Float8Gather(np.where(gathers, elements, 0.0), np.where(gathers, scales, 0))
+
+
+def _mixer_widths(model: Model, columns: LayoutColumns, kind: LayerKind) -> tuple[list[Array], Array]:
+    """On one rank: rows of the matrices that a layer's attention, or what is in its place, begins with, and the width of the
+    last.
+    """
+    tp, linear, mamba = columns.tp, model.linear_attention, model.mamba
+    if kind.mixer == "linear" and linear is not None:
+        rows = [linear.key_dim] * 2 + [linear.value_dim] * 2 + [linear.value_heads] * 2
+        return [each / tp for each in rows], linear.value_dim / tp
+    if kind.mixer == "mamba" and mamba is not None:
+        rows = [mamba.inner_dim] * 2 + [mamba.group_dim] * 2 + [mamba.heads]
+        return [each / tp for each in rows], mamba.inner_dim / tp
+    if kind.mixer == "none":
+        return [], 0 * tp
+    q, kv = model.q_dim / tp, model.kv_dim / np.minimum(tp, model.kv_heads)
+    return [q, *[q] * model.attention_gate, kv, kv], q
 
 
 def fused_fp8_layers(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
     """Dense layers of a share in fused fp8 blocks: all but the model's first and last (the default of `train.fp8_keep`)."""
-    inner = np.maximum(0, share.dense_layers - _end_layers(job.model, share, moe=False))
+    inner = sum(np.maximum(0, count - _end_layers(job.model, share, kind)) for kind, count, _ in share.each())
     return np.where(uses_fused_blocks(job, columns) & (job.precision == "fp8"), inner, 0)
 
 
-def _end_layers(model: Model, share: RankShare, moe: bool) -> Array:
+def _end_layers(model: Model, share: RankShare, kind: LayerKind) -> Array:
     """First and last layer of the model, where a rank has them and they are of that kind."""
-    first, last = (model.is_moe_layer(index) == moe for index in (0, model.layers - 1))
+    first, last = (model.kind(index) == kind for index in (0, model.layers - 1))
     if model.layers == 1:
         return share.embedding * first
     return np.asarray(share.embedding * first + share.head * last)

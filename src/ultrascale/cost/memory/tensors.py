@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import IntEnum, auto
+from itertools import product
 
 import numpy as np
 
 from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory import states
 from ultrascale.cost.memory.chunk import (
+    AlikeLayers,
     ChunkMemory,
-    LayerKind,
     LiveMemory,
     MemoryPoint,
     TensorLifetime,
@@ -25,6 +26,7 @@ from ultrascale.cost.memory.chunk import (
     walk,
 )
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes, uses_fused_blocks
+from ultrascale.specs.blocks import LayerKind
 
 
 class ChunkEvent(IntEnum):
@@ -102,12 +104,15 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     fused = uses_fused_blocks(chunk.job, chunk.columns)
     recomputes_none = chunk.columns.is_("recompute", "none")
     gates = states.eager(chunk.job, chunk.columns) & recomputes_none & chunk.job.model.gated
-    for kind in chunk.layers:
-        layer, last = kind.saved, (kind.done == 0) & (kind.count > 0)
-        if not kind.moe:
+    for alike in chunk.layers:
+        none_done = 0 * alike.count
+        layer, last = alike.saved, chunk.is_next(alike, none_done) & (alike.count > 0)
+        if alike.kind.mlp == "none":
+            continue
+        if not alike.moe:
             summed = np.where(chunk.gathered_sequence > 0, chunk.gathered_sequence, chunk.residual)
             wide, there = layer.modules["mlp activation"], (fused | gates) & last
-            in_fp8, b = chunk.is_fp8_layer(0 * kind.count), compute_bytes(chunk.job)
+            in_fp8, b = chunk.is_fp8_layer(none_done), compute_bytes(chunk.job)
             # In fp8 the gate's output is narrow and the norm's freed; the last matmul's weight is cast.
             weight = np.where(in_fp8 & last, chunk.mlp_weight_gradient[False] / b, 0.0)
             yield buffer("weight of the last matmul in fp8", weight, start, end)
@@ -146,7 +151,7 @@ def _head_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     start, end, elements = ChunkEvent.HEAD_REDUCE_SCATTER, ChunkEvent.BACKWARD_START, chunk.head_group
     b, g = compute_bytes(chunk.job), gradient_bytes(chunk.job)
     others = chunk.rank_reduce_scatter_inputs - chunk.reduce_scatter_input
-    prefetched = chunk.unsharded(chunk.rank_params.block, 0.0 * elements)
+    prefetched = chunk.unsharded(chunk.block_of_next(0 * chunk.share.layers), 0.0 * elements)
     yield activation("residual gradient", chunk.residual, start, end)
     yield buffer("weight gradient, reduce-scatter input", (b + g) * elements, start, end)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(elements), start, end)
@@ -157,10 +162,10 @@ def _head_reduce_scatter(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
 
 def _backward_start(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     """ZeRO-3 gathers the head again: as it arrives, and as it is used."""
-    start, end, params = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, chunk.rank_params
+    start, end, none_done = ChunkEvent.BACKWARD_START, ChunkEvent.WEIGHT_GRADS, 0 * chunk.share.layers
     gathers = (chunk.columns.zero == 3) & (chunk.columns.keep_gathered == 0)
     unsharded = chunk.unsharded(
-        2 * (chunk.tied_group + chunk.head_group) + 2 * params.block, chunk.fp8_prefetched(0 * chunk.share.layers)
+        2 * (chunk.tied_group + chunk.head_group + chunk.block_of_next(none_done)), chunk.fp8_prefetched(none_done)
     )
     sizes = unsharded + chunk.rank_reduce_scatter_inputs
     yield activation("residual gradient", np.where(gathers, chunk.residual, 0.0), start, end)
@@ -181,7 +186,7 @@ def _backward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     yield buffer("weight gradients", weight_grads, root, end)
     yield buffer("reduce-scatter input", chunk.trained * g * group, root, layer)
     yield buffer("reduce-scatter output", chunk.reduce_scatter_output(group), root, layer)
-    rest = chunk.trained * g * (own.block - own.ends)
+    rest = chunk.trained * g * (chunk.first_block - own.ends)
     yield buffer("reduce-scatter input, less the root's gradients", rest, layer, end)
     first_layers = np.where(late, 0.0, chunk.first_gradients(own.total - chunk.embedding_or_tied_group))
     yield buffer("gradients of the layers", first_layers, root, end)
@@ -207,7 +212,7 @@ def last_backward_end(chunk: ChunkMemory, gradients: Array) -> MemoryPoint:
     """
     own, b, late = chunk.own, compute_bytes(chunk.job), chunk.columns.split_backward
     ends = np.where(late & (chunk.embedding_or_tied_group == 0), chunk.head_group, chunk.embedding_or_tied_group)
-    group = np.where(ends > 0, ends, own.block)
+    group = np.where(ends > 0, ends, chunk.first_block)
     reduced = np.where(late, 0.0, own.total - group)
     return MemoryPoint(
         activations=-chunk.saved - np.where(late, chunk.deferred, 0.0),
@@ -228,16 +233,14 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     keeps = np.where(chunk.sharded, chunk.holds_fresh_gradients, gradient_bytes(job) != compute_bytes(job))
     ends = waiting_gradient(chunk, chunk.share.embedding + chunk.share.head)
     found = base
-    for kind in chunk.layers:
-        for done in (kind.done, kind.done + np.maximum(0, kind.count - 1)):
-            held = chunk.saved_when_done(done) + chunk.deferred_when_done(done)
-            of_layers_done = sum(
-                np.clip(done - other.done, 0, other.count) * _layer_weights(chunk, other.moe) for other in chunk.layers
-            )
-            for activations, kept, fresh in _layer_weight_grads(chunk, kind, done):
-                buffers = ends + fresh + np.where(keeps, of_layers_done + kept, 0.0)
-                point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
-                found = where((kind.count > 0) & (point.total > found.total), point, found)
+    for alike, last in product(chunk.layers, (False, True)):
+        done = chunk.when_next(alike, np.maximum(0, (alike.count - 1) * last))
+        held = chunk.saved_when_done(done) + chunk.deferred_when_done(done)
+        of_layers_done = chunk.trained * compute_bytes(job) * chunk.elements_done(done)
+        for activations, kept, fresh in _layer_weight_grads(chunk, alike, done):
+            buffers = ends + fresh + np.where(keeps, of_layers_done + kept, 0.0)
+            point = replace(base, activations=base.activations + activations - held, buffers=base.buffers + buffers)
+            found = where((alike.count > 0) & (point.total > found.total), point, found)
     # All are there and, where they are summed in another format, were cast one by one, the last large matrix just now.
     matrix = chunk.mlp_weight_gradient[False]
     if job.model.moe is not None:
@@ -249,41 +252,38 @@ def weight_grads_peak(chunk: ChunkMemory, live: LiveMemory) -> MemoryPoint:
     return where(columns.split_backward, found, base)
 
 
-def _layer_weights(chunk: ChunkMemory, moe: bool) -> Array:
-    """Fresh weight gradients of one layer."""
-    layer = states.per_layer(chunk.job.model, chunk.columns)
-    return np.asarray(chunk.trained * compute_bytes(chunk.job) * (layer.moe + layer.experts if moe else layer.dense))
-
-
-def _layer_weight_grads(chunk: ChunkMemory, kind: LayerKind, done: Array) -> Iterator[tuple[Array, Array, Array]]:
+def _layer_weight_grads(chunk: ChunkMemory, alike: AlikeLayers, done: Array) -> Iterator[tuple[Array, Array | float, Array]]:
     """The weight gradients of one layer at which memory may peak: activations that are there beside what the layer keeps for
     them, or are freed by then (negative); weight gradients that were computed before, and that are being computed.
 
     Operands are freed with those of their GEMM; of the MLP of a fused block that tp cuts together, with two gathers at once.
     """
-    job, columns, layer, gathered = chunk.job, chunk.columns, kind.saved, chunk.gathered_sequence
-    gated, matrix, weights = job.model.gated, chunk.mlp_weight_gradient[kind.moe], _layer_weights(chunk, kind.moe)
-    up, b = 1 + gated, compute_bytes(job)
+    job, columns, modules, gathered = chunk.job, chunk.columns, alike.saved.modules, chunk.gathered_sequence
+    gated, matrix, b = job.model.gated, chunk.mlp_weight_gradient[alike.moe], compute_bytes(job)
+    up, weights = 1 + gated, chunk.trained * b * alike.elements
     fused = uses_fused_blocks(job, columns)
     outputs = np.where(fused, chunk.residual, chunk.full_sequence)  # output gradients of the last matmuls
-    attended = layer.modules["attention output"]
-    if kind.moe:
+    attended = modules.get("attention output", 0.0 * matrix)
+    if alike.moe:
         # Experts one after the other, each matrix stacked from those of each expert; then the rest, if it is larger.
-        wide, nothing = layer.modules["expert activation"], 0.0 * matrix
-        down = layer.modules["expert output"] + wide
+        wide, nothing = modules["expert activation"], 0.0 * matrix
+        down = modules["expert output"] + wide
         yield nothing, nothing, 2 * matrix
         yield -down - gated * wide, gated * matrix + matrix, 2 * matrix
-        freed = down + up * wide + layer.modules["expert input"] + outputs + attended
+        freed = down + up * wide + modules["expert input"] + outputs + attended
         yield gathered - freed, (1 + up) * matrix, weights - (1 + up) * matrix
         return
-    wide = layer.modules["mlp activation"]
-    down, mlp = outputs + wide, (1 + up) * wide + chunk.residual + 2 * outputs + attended
-    together = fused & (gathered > 0)
     # In fp8 operands are transposed, too, once they are gathered.
     narrow, two = np.where(chunk.is_fp8_layer(done), b, 1), np.where(chunk.is_fp8_layer(done), 3 / b, 2) * gathered
-    yield np.where(fused, two, 0.0), 0.0 * matrix, matrix
-    yield np.where(together, two, gathered - down / narrow), matrix, up * matrix
-    yield gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix
+    if alike.kind.mlp == "none":
+        yield gathered, 0.0, weights
+        return
+    wide, together = modules["mlp activation"], fused & (gathered > 0)
+    yield np.where(fused, two, 0.0), 0.0, matrix
+    yield np.where(together, two, gathered - (outputs + wide) / narrow), matrix, up * matrix
+    if alike.kind == LayerKind():
+        mlp = (1 + up) * wide + chunk.residual + 2 * outputs + attended
+        yield gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix
 
 
 def fresh_gradient(chunk: ChunkMemory, there: Array) -> Array:
