@@ -206,9 +206,11 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("qwen3-next", {"dp": 4, "ep": 2, "tp": 2, "zero": 3, "gas": 2}),
     ("qwen3-next", {"recompute": "selective", "gas": 2}),
     ("linear", {"tp": 2}),
+    ("qwen3-next", {"cp": 2, "tp": 2, "gas": 2, "recompute": "full"}),
     ("linear", {"mbs": 8, "gas": 2, "recompute": "full", "recompute_layers": 3}),  # the last layer keeps all, and has attention
     ("nemotron-h", {"dp": 2, "zero": 3, "gas": 2}),
     ("nemotron-h", {"tp": 2, "recompute": "selective"}),
+    ("nemotron-h", {"cp": 2, "gas": 2}),
     ("nemotron-h", {"pp": 4, "gas": 8}),  # no two stages have layers of the same kinds
     ("nemotron-h", {"pp": 2, "tp": 2, "gas": 4, "recompute": "selective", "recompute_layers": 2}),
     ("mamba", {"recompute": "full", "gas": 2}),
@@ -268,6 +270,7 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ),
     ("qwen3-next", {"dp": 2, "ep": 2, "zero": 2, "gas": 2, "optimizer": "muon"}),
     ("linear", {"pp": 2, "gas": 4}),
+    *(("linear", {"cp": 2, "gas": 2, "context_parallel": variant}) for variant in ("allgather", "ring", "zigzag", "ulysses")),
     *(("gqa", {"adapter_rank": 16, **fields}) for fields in _EVERY if ("gqa", {"adapter_rank": 16, **fields}) not in FAST),
     ("gqa", {"adapter_rank": 16, "adapter_targets": "qkv"}),
     ("gqa", {"adapter_rank": 16, "cp": 2}),

@@ -299,6 +299,17 @@ def context_traffic(work: Workload, attention: Passes) -> ContextTraffic:
     )
 
 
+def state_exchange(work: Workload, mixer: str) -> CollectiveTransfer:
+    """Of a layer with linear attention or Mamba-2: from slices of the sequence to parts of the heads, and back, in one pass."""
+    linear, mamba, width = work.job.model.linear_attention, work.job.model.mamba, 0
+    if mixer == "linear" and linear is not None:
+        width = 2 * linear.key_dim + 2 * linear.value_dim + 2 * linear.value_heads
+    elif mixer == "mamba" and mamba is not None:
+        width = 2 * mamba.inner_dim + 2 * mamba.group_dim + mamba.heads
+    size = compute_bytes(work.job) * work.columns.tokens(work.job.seq) * width / work.columns.tp
+    return transfer(work.machine, "context", "all_to_all", size, work.places.context)
+
+
 # --------------------------------------------------------------------------------------------------------------------- expert
 # Expert parallelism: two all-to-alls per MoE layer and direction, and what experts and shared experts compute meanwhile.
 #

@@ -183,9 +183,20 @@ def _plain_selective_s(work: Workload, compute: LayerTime, kind: LayerKind) -> A
     return cheap
 
 
+def _context(work: Workload, attention: Passes, kind: LayerKind) -> tuple[Passes, Passes]:
+    """What context parallelism adds to a layer, and what of its communication is hidden."""
+    if kind.mixer == "attention":
+        around = communication.context_traffic(work, attention)
+        return Passes(around.forward_s, around.backward_s), Passes(around.overlapped_forward_s, around.overlapped_backward_s)
+    if kind.mixer == "none":
+        return Passes(), Passes()
+    exchanged_s = np.where(work.columns.cp > 1, communication.state_exchange(work, kind.mixer).time_s, 0.0)
+    return Passes(exchanged_s, exchanged_s), Passes()
+
+
 def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, kind: LayerKind, recomputes: bool) -> _Component:
     job, columns, machine, moe = work.job, work.columns, work.machine, kind.has_experts
-    around = communication.context_traffic(work, compute.attention)
+    context_passes, context_overlap = _context(work, compute.attention, kind)
     layer_s, gather_again_s = inside.layer_s(kind), inside.gather_again_s(kind)
     again = exposed(gather_again_s, compute.matmul.input_grad, machine.efficiency)
     # Cut into tp pieces, a collective hides behind matmuls; backward's share the window with the second gather.
@@ -196,9 +207,8 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, kind: Laye
         layer_s - pieced + exposed(pieced, compute.matmul.forward, machine.efficiency),
         layer_s - pieced + exposed(pieced, rest, machine.efficiency) + again,
     )
-    context_passes = Passes(around.forward_s, around.backward_s)
-    overlapped_forward = around.overlapped_forward_s + np.minimum(pieced, compute.matmul.forward)
-    overlapped_backward = around.overlapped_backward_s + overlapped_again + np.minimum(pieced, rest)
+    overlapped_forward = context_overlap.forward + np.minimum(pieced, compute.matmul.forward)
+    overlapped_backward = context_overlap.input_grad + overlapped_again + np.minimum(pieced, rest)
     expert_passes = Passes()
     if moe:
         routed = communication.expert_traffic(work)

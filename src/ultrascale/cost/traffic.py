@@ -400,6 +400,14 @@ def _context(stage: Stage) -> Calls:
     else:
         # Backward's blocks carry the gradients too: two blocks' bytes each.
         yield around.block, (layout.cp - 1) * (forwards + 2 * backwards)
+    for mixer in ("linear", "mamba"):
+
+        def has_state(kind: LayerKind, mixer: str = mixer) -> bool:
+            return kind.mixer == mixer
+
+        if count := stage.count(has_state):
+            passes = count + _forwards(stage, count, stage.count(has_state, kept=True))
+            yield communication.state_exchange(stage.work, mixer), layout.gas * passes
     if stage.moe_layers and job.model.moe is not None:
         # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
         counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])

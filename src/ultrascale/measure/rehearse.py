@@ -351,7 +351,7 @@ def _delta_rule_flops(job: Job, layout: Layout, layers: float, recomputed: float
     # No gradient reaches the first state, and the last one's is nothing.
     backward = 3 * length * forward + 2 * length * chunk * (keys + values) - 8 * chunk * keys * values
     each = layers * (length * forward + backward) + recomputed * length * forward
-    return linear.value_heads / layout.tp * layout.mbs * each
+    return linear.value_heads / (layout.tp * layout.cp) * layout.mbs * each
 
 
 def _state_space_flops(job: Job, layout: Layout, layers: float, recomputed: float) -> float:
@@ -361,7 +361,7 @@ def _state_space_flops(job: Job, layout: Layout, layers: float, recomputed: floa
         return 0.0
     length = -(-job.seq // chunk) * chunk
     forward = length * flops.mamba_flops(job.model)
-    return layout.mbs / layout.tp * (layers * 4 + recomputed) * forward
+    return layout.mbs / (layout.tp * layout.cp) * (layers * 4 + recomputed) * forward
 
 
 def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:

@@ -151,10 +151,10 @@ def _layer_tensors(chunk: ChunkMemory, alike: AlikeLayers, split: Array, in_fp8:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
         gradients = _compiled_linear_gradients(chunk, layer) if kind.mixer == "linear" else layer.gradients
         yield activation("gradients in a compiled block", gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        if not moe and in_fp8:
+        if kind == LayerKind() and in_fp8:
             yield from _fused_fp8_layer(chunk, layer)
             yield from _fused_fp8_layer_input_grads(chunk, layer)
-        elif not moe:
+        elif kind == LayerKind():
             yield from _fused_layer(chunk, layer)
             yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
