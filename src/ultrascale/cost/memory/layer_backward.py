@@ -122,7 +122,7 @@ def _layer_events(chunk: ChunkMemory, kind: LayerKind, split: Array) -> dict[int
     """In which rows an event happens, for those that do not in all."""
     job, columns, event, moe = chunk.job, chunk.columns, LayerEvent, kind.has_experts
     mixes, has_mlp = kind.mixer != "none", kind.mlp != "none"
-    fused = uses_fused_blocks(job, columns) & (not moe)
+    fused = uses_fused_blocks(job, columns) & (kind == LayerKind())
     whole = states.compiled(job, columns) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
@@ -149,10 +149,10 @@ def _layer_tensors(chunk: ChunkMemory, alike: AlikeLayers, split: Array, in_fp8:
     if chunk.job.framework.fused_blocks:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
         yield activation("gradients in a compiled block", layer.gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        if not moe and in_fp8:
+        if kind == LayerKind() and in_fp8:
             yield from _fused_fp8_layer(chunk, layer)
             yield from _fused_fp8_layer_input_grads(chunk, layer)
-        elif not moe:
+        elif kind == LayerKind():
             yield from _fused_layer(chunk, layer)
             yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
