@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -188,7 +188,7 @@ class RankShare:
     kept: Array
     """of these layers, those that recompute nothing though others do"""
     begin: Array
-    """a layer of the model from which on layers follow each other as they do here; -1: of several chunks"""
+    """where layers of several kinds alternate, one from which on they follow each other as here; -1: here are several chunks"""
     kinds: tuple[LayerKind, ...]
 
     @classmethod
@@ -217,17 +217,27 @@ class RankShare:
         """Of each kind the number of layers, and of those that are kept."""
         return zip(self.kinds, self.counts.T, self.kept.T, strict=True)
 
-    @property
+    @cached_property
     def layers(self) -> Array:
-        return np.asarray(self.counts.sum(axis=1))
+        return np.asarray(sum(self.counts.T))
 
-    @property
+    @cached_property
+    def kept_layers(self) -> Array:
+        return np.asarray(sum(self.kept.T))
+
+    @cached_property
     def moe_layers(self) -> Array:
-        return np.asarray(self.counts[:, [kind.has_experts for kind in self.kinds]].sum(axis=1))
+        return np.asarray(sum((count for kind, count, _ in self.each() if kind.has_experts), 0 * self.embedding))
 
-    @property
+    @cached_property
     def recomputed_fraction(self) -> Array:
-        return np.asarray(1 - self.kept.sum(axis=1) / np.maximum(1, self.layers))
+        return np.asarray(1 - self.kept_layers / np.maximum(1, self.layers))
+
+
+def kinds_alternate(model: Model) -> bool:
+    """Whether layers without experts, or with them, are of several kinds; else all with them follow all without."""
+    has_experts = [kind.has_experts for kind in model.layer_kinds]
+    return len(set(has_experts)) < len(has_experts)
 
 
 def kinds_before(model: Model) -> Array:

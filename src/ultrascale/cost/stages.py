@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, kinds_before, rows_of
+from ultrascale.cost.columns import Array, LayoutColumns, Passes, RankShare, kinds_alternate, kinds_before, rows_of
 from ultrascale.cost.communication import pipeline_hop
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory.estimate import ChunkParts, chunk_parts, rank_states
@@ -109,16 +109,18 @@ def chunk_shares(job: Job, ranks: int, virtual_stages: int, recompute_layers: in
         1 * (position == 0),
         1 * (position == len(counts) - 1),
         before[ends] - before[ends - kept],
-        np.asarray([_first_alike(model, *chunk) for chunk in zip(begins.tolist(), ends.tolist(), strict=True)]),
+        np.asarray(_first_alike(model, begins.tolist(), ends.tolist())),
         tuple(model.layer_kinds),
     )
 
 
-def _first_alike(model: Model, begin: int, end: int) -> int:
-    """The first layer from which on as many follow each other as from `begin` to `end`: chunks that are alike have one."""
+def _first_alike(model: Model, begins: list[int], ends: list[int]) -> list[int]:
+    """Of each chunk the first layer from which on layers follow each other as in the chunk: one for chunks that are alike."""
+    if not kinds_alternate(model):
+        return [0] * len(begins)
     letters = {kind: chr(number) for number, kind in enumerate(model.layer_kinds)}
     word = "".join(letters[kind] for kind in model.each_kind)
-    return word.find(word[begin:end])
+    return [word.find(word[begin:end]) for begin, end in zip(begins, ends, strict=True)]
 
 
 def rank_shares(
@@ -127,7 +129,7 @@ def rank_shares(
     """The numbers of `RankShare` of every rank."""
     share = chunk_shares(job, ranks, virtual_stages, recompute_layers)
     numbers = share.numbers[chunk_table(ranks, virtual_stages, v_shaped)].sum(axis=1)
-    if virtual_stages > 1:
+    if virtual_stages > 1 and kinds_alternate(job.model):
         numbers[:, -1] = -1
     return tuple(map(tuple, numbers.tolist()))
 

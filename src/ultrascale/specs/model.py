@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ultrascale.specs import weights
 from ultrascale.specs.blocks import (
@@ -37,6 +37,8 @@ from ultrascale.specs.validate import FrozenSpec, build, shown
 
 LIST_PRESETS = "list presets with `ultrascale presets`"
 AttentionKind = Literal["full", "local", "linear", "mamba", "none"]
+LAYER_LETTERS: dict[str, AttentionKind] = {"M": "mamba", "*": "full", "-": "none", "E": "none"}
+"""of Nemotron-H's hybrid_override_pattern"""
 Activation = Literal["swiglu", "geglu", "geglu_exact", "clamped_swiglu", "gelu", "gelu_exact", "relu", "relu2"]
 
 
@@ -126,7 +128,8 @@ class Model(FrozenSpec):
     attention_pattern: tuple[AttentionKind, ...] = Field(
         default=(),
         description="Layers whose attention is full, those that see the sliding window, those with linear attention or "
-        "Mamba-2, and those with none of these, repeated over the layers; empty: all see the window, if there is one.",
+        "Mamba-2, and those with none of these, repeated over the layers; empty: all see the window, if there is one. Also "
+        "Nemotron-H's letters: M (mamba), * (full), - and E (none).",
         examples=[["local", "full"]],
         max_length=2**16,
     )
@@ -144,6 +147,18 @@ class Model(FrozenSpec):
         examples=["llama"],
     )
     source: str = ""
+
+    @field_validator("attention_pattern", mode="before")
+    @classmethod
+    def _of_letters(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if unknown := set(value) - set(LAYER_LETTERS):
+            raise ValueError(
+                f"model.attention_pattern is {value!r:.40} with {shown(min(unknown))} but its letters are "
+                f"{', '.join(LAYER_LETTERS)}: try M-M*-, or a list such as [mamba, full]"
+            )
+        return [LAYER_LETTERS[letter] for letter in value]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -210,12 +225,12 @@ class Model(FrozenSpec):
 
     @property
     def attention_layers(self) -> int:
-        return sum(kind.mixer == "attention" for kind in self.each_kind)
+        return sum(count for kind, count in self.layer_kinds.items() if kind.mixer == "attention")
 
     @property
     def recurrence(self) -> str | None:
         """What hands a state from token to token in some layers, in words."""
-        mixers = {kind.mixer for kind in self.each_kind}
+        mixers = {kind.mixer for kind in self.layer_kinds}
         return "Mamba-2" if "mamba" in mixers else "linear attention" if "linear" in mixers else None
 
     def _attention(self, layer: int) -> AttentionKind:
@@ -274,17 +289,17 @@ class Model(FrozenSpec):
 
     @property
     def moe_layers(self) -> int:
-        return sum(kind.has_experts for kind in self.each_kind)
+        return sum(count for kind, count in self.layer_kinds.items() if kind.has_experts)
 
     @property
     def dense_layers(self) -> int:
         """Layers with a dense MLP."""
-        return sum(kind.mlp == "dense" for kind in self.each_kind)
+        return sum(count for kind, count in self.layer_kinds.items() if kind.mlp == "dense")
 
     @property
-    def layer_kinds(self) -> Counter[LayerKind]:
+    def layer_kinds(self) -> dict[LayerKind, int]:
         """How many layers there are of each kind, in the order in which these first appear."""
-        return Counter(self.each_kind)
+        return dict(_counted(self.each_kind))
 
     @property
     def sublayers(self) -> int:
@@ -338,6 +353,11 @@ def _each_kind(layers: int, pattern: tuple[AttentionKind, ...], one_sublayer: bo
         mlp: Literal["dense", "moe"] = "moe" if layer >= dense_layers else "dense"
         found.append(LayerKind(mixer, mlp if not one_sublayer or mixer == "none" else "none"))
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _counted(each_kind: tuple[LayerKind, ...]) -> Counter[LayerKind]:
+    return Counter(each_kind)
 
 
 def _default_head_dim(known: dict[str, Any]) -> int:

@@ -204,8 +204,9 @@ def embedding(model: Model) -> list[WeightShape]:
 
 def mean_multiplied_elements(model: Model) -> float:
     """Of a layer in the mean, less dense MLPs where others have experts."""
-    layers = [kind for kind in model.each_kind if model.moe is None or kind.mlp != "dense"] or model.each_kind
-    return sum(multiplied_elements(model, kind) for kind in layers) / len(layers)
+    kinds = model.layer_kinds
+    counted = {kind: count for kind, count in kinds.items() if model.moe is None or kind.mlp != "dense"} or kinds
+    return sum(count * multiplied_elements(model, kind) for kind, count in counted.items()) / sum(counted.values())
 
 
 def multiplied_elements(model: Model, kind: LayerKind) -> float:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ultrascale.cost.columns import Array, LayoutColumns, RankShare, kinds_before, where
+from ultrascale.cost.columns import Array, LayoutColumns, RankShare, kinds_alternate, kinds_before, where
 from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.activations import LayerActivations
 from ultrascale.cost.memory.states import FP32, compute_bytes, gradient_bytes, sharded_gradient_bytes
@@ -181,14 +181,20 @@ class ChunkMemory:
     def rank_params(self) -> states.RankParameters:
         """Parameters of the rank."""
         matrices = OPTIMIZERS[self.job.optimizer].matrices is not None
-        return states.on_rank(self.job.model, self.columns, self.rank_share, self.shards, matrices)
+        layers = self.layer_parameters
+        return states.on_rank(self.job.model, self.columns, self.rank_share, self.shards, matrices, layers)
 
     @cached_property
     def own(self) -> states.RankParameters:
         """Parameters of the chunk."""
         if self.rank_share is self.share:
             return self.rank_params
-        return states.on_rank(self.job.model, self.columns, self.share, self.shards)
+        return states.on_rank(self.job.model, self.columns, self.share, self.shards, layers=self.layer_parameters)
+
+    @cached_property
+    def layer_parameters(self) -> dict[LayerKind, states.LayerParameters]:
+        """One layer of each kind."""
+        return {kind: states.layer_parameters(self.job.model, self.columns, kind, self.shards) for kind in self.share.kinds}
 
     @cached_property
     def layers(self) -> list[AlikeLayers]:
@@ -201,12 +207,11 @@ class ChunkMemory:
                 for number, (kind, count, kept) in enumerate(self.share.each())
                 if kind.has_experts == moe
             ]
-            together = np.asarray(sum((count for *_, count in counts), 0 * before))
+            together = counts[0][2] if len(counts) == 1 else np.asarray(sum((count for *_, count in counts), 0 * before))
             for number, kind, count in counts:
                 if np.any(count):
                     saved = activations.layer(self.job, self.columns, kind, recomputes)
-                    layer = states.layer_parameters(self.job.model, self.columns, kind, self.shards)
-                    place = before, together
+                    layer, place = self.layer_parameters[kind], (before, together)
                     found.append(AlikeLayers(kind, number, recomputes, count, saved, layer.block, layer.total, *place))
             before = before + together
         return found
@@ -214,54 +219,55 @@ class ChunkMemory:
     # Which layers backward has met: the last `done` of the chunk.
 
     @cached_property
-    def _kept_layers(self) -> Array:
-        return np.asarray(self.share.kept.sum(axis=1))
+    def _mixed(self) -> Array | None:
+        """Rows whose layers of several kinds alternate as the model's do; None: there are none such."""
+        rows = self.share.begin >= 0
+        return rows if kinds_alternate(self.job.model) and rows.any() else None
 
-    @cached_property
-    def _is_one_run(self) -> Array:
-        """Whether the chunk's layers follow each other in the model."""
-        return np.asarray(self.share.begin >= 0)
-
-    def _limits(self, alike: AlikeLayers) -> tuple[Array, Array]:
-        """The first and last but one layer of the model among which these are; of a chunk that is one run."""
+    def _limits(self, alike: AlikeLayers) -> tuple[Array, Array, Array]:
+        """Of a mixed chunk: between which layers of the model these are, and where the chunk ends."""
         begin = np.maximum(0, self.share.begin)
         end = begin + self.share.layers
-        kept_from = end - self._kept_layers
-        return (begin, kept_from) if alike.recomputes else (kept_from, end)
+        kept_from = end - self.share.kept_layers
+        return (begin, kept_from, end) if alike.recomputes else (kept_from, end, end)
 
     def done_of(self, alike: AlikeLayers, done: Array) -> Array:
-        """How many of these layers are among the last `done` of the chunk; where it is several runs, in the mean."""
-        part: Array = alike.count / np.maximum(1, alike.together)
-        of_several = part * np.clip(done - alike.before, 0, alike.together)
-        if not self._is_one_run.any():
-            return np.asarray(of_several)
-        first, last = self._limits(alike)
-        end = np.maximum(0, self.share.begin) + self.share.layers
-        from_ = np.clip(end - done, first, last)
+        """How many of these layers are among the last `done` of the chunk; of several runs of layers, in the mean."""
+        found: Array = np.clip(done - alike.before, 0, alike.together)
+        if alike.together is not alike.count:
+            found = found * (alike.count / np.maximum(1, alike.together))
+        if self._mixed is None:
+            return found
+        first, last, end = self._limits(alike)
         before = kinds_before(self.job.model)[:, alike.number]
-        return np.asarray(np.where(self._is_one_run, before[last] - before[from_], of_several))
+        return np.where(self._mixed, before[last] - before[np.clip(end - done, first, last)], found)
 
     def is_next(self, alike: AlikeLayers, done: Array) -> Array:
         """Whether one of these layers is the next in backward when `done` of the chunk are through."""
-        return np.asarray(self.done_of(alike, done + 1) > self.done_of(alike, done))
+        found: Array = (alike.before <= done) & (done < alike.before + alike.together) & (alike.count > 0)
+        if self._mixed is None:
+            return found
+        return np.where(self._mixed, self.done_of(alike, done + 1) > self.done_of(alike, done), found)
 
     def when_next(self, alike: AlikeLayers, number: Array) -> Array:
         """How many layers of the chunk are done when backward meets the first (0), second, … of these."""
-        of_several = alike.before + number
-        if not self._is_one_run.any():
-            return np.asarray(of_several)
-        _, last = self._limits(alike)
+        found: Array = alike.before + number
+        if self._mixed is None:
+            return found
+        _, last, end = self._limits(alike)
         places = np.flatnonzero(np.diff(kinds_before(self.job.model)[:, alike.number]))
         place = places[np.clip(np.searchsorted(places, last) - 1 - number, 0, len(places) - 1)]
-        end = np.maximum(0, self.share.begin) + self.share.layers
-        return np.where(self._is_one_run, end - 1 - place, of_several)
+        return np.where(self._mixed, end - 1 - place, found)
 
     def block_of_next(self, done: Array) -> Array:
         """Elements that FSDP gathers for the next layer in backward; 0 if there is none, of several chunks the most."""
+        whole = np.where((done >= 0) & (done < self.share.layers), self.rank_params.block, 0.0)
+        if len(self.share.kinds) == 1:
+            return whole
         found = np.zeros(len(self.columns))
         for alike in self.layers:
             found = np.maximum(found, np.where(self.is_next(alike, done), alike.block, 0.0))
-        return np.where(self._is_one_run | (done >= self.share.layers), found, self.rank_params.block)
+        return np.where(self.share.begin >= 0, found, whole)
 
     def elements_done(self, done: Array) -> Array:
         """Elements of the last `done` layers."""
@@ -504,8 +510,7 @@ class ChunkMemory:
         last = self.block_of_next(0 * self.share.layers)
         if self.job.model.moe is None:
             return last
-        kind = next(kind for kind in self.job.model.layer_kinds if kind.has_experts)
-        experts = states.layer_parameters(self.job.model, self.columns, kind, self.shards).experts
+        experts = next(layer.experts for kind, layer in self.layer_parameters.items() if kind.has_experts)
         return np.where((self.columns.ep > 1) & (self.rank_share.moe_layers > 0), experts, last)
 
     # FSDP2: bytes of gradients.

@@ -123,7 +123,7 @@ def _layer_events(chunk: ChunkMemory, kind: LayerKind, split: Array) -> dict[int
     """In which rows an event happens, for those that do not in all."""
     job, columns, event, moe = chunk.job, chunk.columns, LayerEvent, kind.has_experts
     mixes, has_mlp = kind.mixer != "none", kind.mlp != "none"
-    fused = uses_fused_blocks(job, columns) & (not moe)
+    fused = uses_fused_blocks(job, columns) & (kind == LayerKind())
     whole = states.compiled(job, columns) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
@@ -456,14 +456,17 @@ def _state_space_gradients(chunk: ChunkMemory) -> Array:
     assert mamba is not None
     b, tokens, wide = compute_bytes(job), columns.tokens(job.seq), mamba.inner_dim
     length = -(-min(job.seq, MAMBA_SEGMENT) // DELTA_CHUNK) * DELTA_CHUNK
-    segment, states = columns.mbs * length, wide * mamba.state_dim
+    # Of a part of the heads, where cp exchanges slices of the sequence for these; the norm has its slice.
+    segment, states = columns.mbs * length / columns.cp, wide * mamba.state_dim / columns.cp
+    normed = columns.mbs * np.minimum(length, job.seq / columns.cp)
     # Scores and their decays, values nine times, states before chunks twice, and the first; B, C and their scores by group.
     each = mamba.heads * (2 * DELTA_CHUNK + 5) + 9 * wide + mamba.groups * DELTA_CHUNK + 2 * mamba.group_dim
-    in_fp32 = segment * (each + 2 * states / DELTA_CHUNK) + columns.mbs * states * (1 + (job.seq > MAMBA_SEGMENT))
-    result = b * segment * wide * (b < FP32)
+    in_fp32 = segment * each + 2 * columns.mbs * length * states / DELTA_CHUNK
+    in_fp32 = in_fp32 + columns.mbs * states * (1 + (job.seq > MAMBA_SEGMENT))
+    narrow = b * wide * (b < FP32)
     # In the place of what was saved: of the output before and after norm and gate, of the gate, of the state space's inputs.
-    norm = b * tokens * 2 * wide + 9 * FP32 * segment * wide + result
-    space = b * tokens * (2 * mamba.group_dim + mamba.heads) + FP32 * in_fp32 + result
+    norm = b * tokens * 2 * wide + (9 * FP32 * wide + narrow) * normed
+    space = b * tokens * (2 * mamba.group_dim + mamba.heads) + FP32 * in_fp32 + narrow * segment
     convolution = b * tokens * (6 - 2) * wide
     return np.asarray(np.maximum(np.maximum(norm, space), convolution) / columns.tp)
 

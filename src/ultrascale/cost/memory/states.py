@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -293,8 +293,14 @@ class RankParameters:
 
 
 def on_rank(
-    model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1, count_matrices: bool = False
+    model: Model,
+    columns: LayoutColumns,
+    share: RankShare,
+    shards: Array | int = 1,
+    count_matrices: bool = False,
+    layers: Mapping[LayerKind, LayerParameters] | None = None,
 ) -> RankParameters:
+    """`layers`: one of each kind, if they are known."""
     # A tied head is the embedding's own where the model is in one piece: two chunks of a rank have a copy each.
     owns_head = share.head * np.where(model.tied_embeddings & (columns.pp == 1), 0, 1)
     ends = share.embedding * on_tp_rank(embedding(model), model, columns, shards)
@@ -302,7 +308,7 @@ def on_rank(
     ends = ends + share.head * on_tp_rank([norm(model)], model, columns, shards)
     trunk, experts, largest, largest_block = np.zeros((4, len(columns)))
     for kind, count, _ in share.each():
-        layer = layer_parameters(model, columns, kind, shards)
+        layer = layers[kind] if layers is not None else layer_parameters(model, columns, kind, shards)
         trunk, experts = trunk + count * layer.trunk, experts + count * layer.experts
         largest = np.maximum(largest, np.where(count > 0, layer.total, 0))
         largest_block = np.maximum(largest_block, np.where(count > 0, layer.block, 0))
