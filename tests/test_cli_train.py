@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from builders import SMALL
 from ultrascale.launch import launcher, machine
 from ultrascale.launch.cpu_rates import CPURates, LinkRate
 from ultrascale.launch.machine import cpu_cluster
@@ -37,13 +38,13 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_short_run_writes_a_complete_folder(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ("--steps", 5, "--nproc", 4, "--seed", 1, "--out", out, "layout.dp=2", "layout.tp=2")
-    code, printed, err = run("train", "--model", "tiny", *arguments)
+    arguments = ("--steps", 3, "--nproc", 4, "--seed", 1, "--out", out, "layout.dp=2", "layout.tp=2")
+    code, printed, err = run("train", "--model", SMALL, *arguments)
     assert code == 0, err
     lines = metrics(out)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(list(line)[: len(FIELDS)] == FIELDS for line in lines)
-    assert [line["tokens"] for line in lines] == [2048 * step for step in range(1, 6)]
+    assert [line["tokens"] for line in lines] == [2048 * step for step in range(1, 4)]
     assert all(line["mfu"] is None for line in lines)
     assert "predicted" in printed
     assert "difference" in printed
@@ -67,7 +68,7 @@ def test_a_short_run_writes_a_complete_folder(run: Run, tmp_path: Path) -> None:
 def test_the_same_numbers_on_every_layout(run: Run, tmp_path: Path, words: tuple[str, ...]) -> None:
     for name, nproc, given in (("one", 1, ()), ("cut", 2, words)):
         arguments = ("--steps", 3, "--nproc", nproc, "--out", tmp_path / name, "train.eval_every=3", *given)
-        code, _, err = run("train", "--model", "tiny", *arguments)
+        code, _, err = run("train", "--model", SMALL, *arguments)
         assert code == 0, err
     for one, cut in zip(metrics(tmp_path / "one"), metrics(tmp_path / "cut"), strict=True):
         for field in ("loss", "grad_norm"):
@@ -95,7 +96,7 @@ def test_expert_loads_are_logged(run: Run, tmp_path: Path) -> None:
     ("words", "is_measured"), [("layout.zero=2", False), ("layout.data_parallel=ddp", False), ("layout.zero=0", True)]
 )
 def test_collectives_inside_torch_are_not_reported_as_measured(run: Run, tmp_path: Path, words: str, is_measured: bool) -> None:
-    code, printed, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", words)
+    code, printed, err = run("train", "--model", SMALL, "--steps", 2, "--nproc", 2, "--out", tmp_path / "run", words)
     assert code == 0, err
     measured = Measurement.load(tmp_path / "run" / "measurement.json")
     assert (measured.time.data_s is not None) == is_measured
@@ -152,7 +153,7 @@ def test_random_runs_are_verified_and_feature_pairs_shown(run: Run, tmp_path: Pa
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_memory_by_owner_is_what_was_predicted(run: Run, tmp_path: Path, zero: int) -> None:
     words = (f"layout.zero={zero}", "layout.mbs=4", "layout.gas=2")
-    code, _, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path, *words)
+    code, _, err = run("train", "--model", SMALL, "--steps", 2, "--nproc", 2, "--out", tmp_path, *words)
     assert code == 0, err
     predicted = Plan.load(tmp_path / "plan.yaml").estimate.memory[0].memory
     memory = Measurement.load(tmp_path / "measurement.json").memory[0].memory
@@ -167,13 +168,13 @@ def test_a_run_in_this_process_restores_the_thread_count(run: Run, tmp_path: Pat
     monkeypatch.setattr(machine, "cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
     before = torch.get_num_threads()
-    code, _, err = run("train", "--model", "tiny", "--steps", "2", "--seq", "32", "--out", tmp_path / "x")
+    code, _, err = run("train", "--model", SMALL, "--steps", "2", "--seq", "32", "--out", tmp_path / "x")
     assert code == 0, err
     assert calls == [3, before]
 
 
 def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
-    code, printed, _ = run("train", "--model", "tiny", "--steps", 2, "--json", "--out", tmp_path / "run")
+    code, printed, _ = run("train", "--model", SMALL, "--steps", 2, "--json", "--out", tmp_path / "run")
     assert code == 0
     output = json.loads(printed)
     assert set(output) == {"folder", "layout", "predicted", "step", "stopped", "reached_loss", "checkpoint", "measured"}
@@ -183,7 +184,7 @@ def test_json_is_for_machines(run: Run, tmp_path: Path) -> None:
 
 def test_a_nan_loss_ends_the_run_with_step_and_parameter(run: Run, tmp_path: Path) -> None:
     words = ("train.lr=100", "train.clip=0", "train.warmup_steps=0", "job.optimizer=sgd")
-    code, _, err = run("train", "--model", "tiny", "--steps", 40, "--nproc", 2, "--out", tmp_path / "run", *words)
+    code, _, err = run("train", "--model", SMALL, "--steps", 40, "--nproc", 2, "--out", tmp_path / "run", *words)
     assert code == 1
     assert "error: step" in err
     assert "Try a lower train.lr" in err
@@ -199,7 +200,7 @@ def test_a_rank_that_dies_fails_the_run(run: Run, tmp_path: Path, monkeypatch: p
             os._exit(3)
 
     monkeypatch.setattr(loop, "run_rank", die)
-    code, _, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", tmp_path / "run")
+    code, _, err = run("train", "--model", SMALL, "--steps", 2, "--nproc", 2, "--out", tmp_path / "run")
     assert code == 1
     assert "rank 1" in err
     assert "exit code 3" in err
@@ -239,7 +240,7 @@ def test_unusable_options_have_clear_errors(run: Run, tmp_path: Path, arguments:
 
 def test_a_folder_with_a_run_is_not_overwritten(run: Run, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("kept\n")
-    code, _, err = run("train", "--model", "tiny", "--steps", 1, "--out", tmp_path)
+    code, _, err = run("train", "--model", SMALL, "--steps", 1, "--out", tmp_path)
     assert code == 2
     assert "holds a run already" in err
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from builders import SMALL
 from conftest import Run
 from ultrascale.convert import ConversionResult, convert
 from ultrascale.model.hf_folder import HFFolder
@@ -75,10 +76,10 @@ def test_the_round_trip_is_bitwise_equal(theirs: Path, tmp_path: Path) -> None:
 
 def test_the_mean_of_a_runs_weights_is_written(run: Run, tmp_path: Path) -> None:
     words = ("--seq", 32, "--steps", 3, "train.data=synthetic", "train.lr=1e-2", "train.warmup_steps=0", "train.ema_decay=0.5")
-    code, _, err = run("train", "--model", "tiny", "--out", tmp_path / "x", *words)
+    code, _, err = run("train", "--model", SMALL, "--out", tmp_path / "x", *words)
     assert code == 2
     assert "train.ema_decay is 0.5 but job.ema is false" in err
-    code, _, err = run("train", "--model", "tiny", "--out", tmp_path / "x", *words, "job.ema=true")
+    code, _, err = run("train", "--model", SMALL, "--out", tmp_path / "x", *words, "job.ema=true")
     assert code == 0, err
     for name, flags in (("last", ()), ("mean", ("--ema",))):
         code, _, err = run("convert", tmp_path / "x", "hf", tmp_path / name, "--dtype", "fp32", *flags)

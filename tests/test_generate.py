@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from builders import SMALL
 from model.test_hf_folder import CONFIGS, theirs
 from ultrascale.generate import Sampling, TextModel, draw, load, text
 from ultrascale.specs.errors import SpecError
@@ -61,7 +62,7 @@ def test_greedy_is_the_argmax_and_what_transformers_generates(name: str, tmp_pat
 
 def test_a_run_of_any_layout_continues_a_text(tmp_path: Path, run) -> None:
     folder = tmp_path / "run"
-    code, _, err = run("train", "--model", "tiny", "--steps", 2, "--nproc", 2, "--out", folder, "layout.tp=2", "job.seq=32")
+    code, _, err = run("train", "--model", SMALL, "--steps", 2, "--nproc", 2, "--out", folder, "layout.tp=2", "job.seq=32")
     assert code == 0, err
     code, out, err = run("generate", folder, "--prompt", "def main", "--tokens", 8, "--temperature", 0, "--json")
     assert code == 0, err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from builders import exit_in_call
+from builders import SMALL, exit_in_call
 from conftest import Run
 from parallel.harness import family
 from ultrascale.specs.errors import SpecError
@@ -203,7 +203,7 @@ def curve(run: Path, file: str = "metrics.jsonl") -> dict[int, float]:
 def trained(tmp_path: Path, run: Run) -> Path:
     words = ("--seq", 32, "train.data=synthetic", "train.warmup_steps=0", "checkpoint.every=2", "checkpoint.keep=0")
     out = tmp_path / "run"
-    code, _, err = run("train", "--model", "tiny", "--steps", 6, "--out", out, *words)
+    code, _, err = run("train", "--model", SMALL, "--steps", 6, "--out", out, *words)
     assert code == 0, err
     return out
 

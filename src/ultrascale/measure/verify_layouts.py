@@ -21,7 +21,7 @@ from ultrascale.specs.model import Model
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.training import Training
 from ultrascale.train.request import Overrides, from_plan
-from ultrascale.train.supported import factors, layout_problem
+from ultrascale.train.supported import factors, that_run
 
 TECHNIQUES = (*DEGREES, "zero", "recompute")
 _CONTEXT, _RECOMPUTE = get_args(ContextParallel), get_args(Recompute)
@@ -33,8 +33,16 @@ def compositions(job: Job, world: int, only: Sequence[str] = ()) -> list[Layout]
     for word in only:
         if word not in TECHNIQUES:
             raise SpecError(f"--only names '{word:.40}': {nearest(word, TECHNIQUES)}")
-    found = dict.fromkeys(layout for axes in factors(world) for layout in _layouts_of_axes(job, axes))
+    candidates = [layout for axes in factors(world) for layout in _layouts_of_axes(job, axes)]
+    runs = set(that_run(job, candidates, Training()))
+    # Where DDP does not work, buckets do.
+    candidates = [one if one in runs or one.data_parallel != "ddp" else _bucketed(one) for one in candidates]
+    found = dict.fromkeys(that_run(job, candidates, Training()))
     return [layout for layout in found if all(_uses(layout, word) for word in only)]
+
+
+def _bucketed(layout: Layout) -> Layout:
+    return layout.model_copy(update={"data_parallel": "bucketed"})
 
 
 def _layouts_of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layout]:
@@ -55,11 +63,7 @@ def _layouts_of_axes(job: Job, axes: tuple[int, int, int, int]) -> Iterable[Layo
             fields |= {"context_parallel": context, "sequence_parallel": sp, "recompute": recompute, "data_parallel": variant}
             fields |= {"zero_shards": dp * cp // 2 if hsdp else None, "keep_gathered": zero == 3 and turn % 5 == 0}
             fields["recompute_layers"] = 1 if recompute != "none" and turn % 2 else None
-            layout = _with_batch(job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, **fields))
-            if variant == "ddp" and layout_problem(job, layout, Training()) is not None:
-                layout = layout.model_copy(update={"data_parallel": "bucketed"})
-            if layout_problem(job, layout, Training()) is None:
-                yield layout
+            yield _with_batch(job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, **fields))
 
 
 def _expert_ranks(job: Job, data_ranks: int) -> list[int]:

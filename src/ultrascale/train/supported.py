@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
 from ultrascale.cost import engines, legality
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.schedules import DEFAULT_SCHEDULE, REGISTRY, legal
 from ultrascale.specs import batch_ramp
 from ultrascale.specs.engine import OWN_ENGINE
@@ -40,6 +41,14 @@ def layout_problem(job: Job, layout: Layout, training: Training) -> str | None:
         or engines.layout_problem(job, layout, OWN_ENGINE)
         or next(_problems(job, layout, training), None)
     )
+
+
+def that_run(job: Job, layouts: Sequence[Layout], training: Training) -> list[Layout]:
+    """Of these layouts those without a problem, all checked at once."""
+    rows = LayoutColumns.of(layouts)
+    legal = legality.legal_rows(job, rows) & legality.legal_rows(job, rows, engines.rules(OWN_ENGINE))
+    found = [layout for layout, runs in zip(layouts, legal.tolist(), strict=True) if runs]
+    return [layout for layout in found if next(_problems(job, layout, training), None) is None]
 
 
 def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
