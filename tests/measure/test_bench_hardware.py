@@ -13,6 +13,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.measure import bench_hardware as hardware
 from ultrascale.measure import doctor_facts as nvidia
 from ultrascale.measure.bench_hardware import GemmShape, HardwareTimes
+from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -40,7 +41,7 @@ def test_the_cost_model_reproduces_the_measurement(kind: str) -> None:
     machine = ClusterRates(job)
     m, n, k = np.array([(one.m, one.n, one.k) for one, _ in MEASURED.matmuls], dtype=float).T
     assert machine.matmul_s(m, n, k).sum() == pytest.approx(15.8e-4, rel=1e-3)
-    passes = kernels.attention_passes(job, LayoutColumns.of([Layout(mbs=4)]), machine)
+    passes = kernels.mixer_passes(job, LayoutColumns.of([Layout(mbs=4)]), machine, LayerKind())
     assert passes.forward[0] == pytest.approx(1.1e-3, rel=1e-3)
     assert passes.input_grad[0] == pytest.approx(3.2e-3, rel=1e-3)
     assert machine.stream_s(np.array([2.0 * hardware.COPIED]))[0] == pytest.approx(5.3e-4, rel=1e-3)

@@ -276,9 +276,9 @@ def test_checkpoints_of_another_optimizer_take_other_bytes() -> None:
 
 
 def test_plans_the_engine_does_not_support() -> None:
-    other = EIGHT.model_copy(update={"job": EIGHT.job.changed(optimizer="adamw-8bit")})
+    other = EIGHT.model_copy(update={"job": EIGHT.job.changed(attention="plain")})
     one = found(plan_findings(other, NODE), "plan: engine")
-    assert (one.level, "job.optimizer is adamw-8bit" in one.text) == ("bad", True)
+    assert (one.level, "job.attention is plain" in one.text) == ("bad", True)
 
 
 def test_a_stale_plan() -> None:
