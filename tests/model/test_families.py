@@ -44,6 +44,14 @@ MLA: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.7}
 QWEN_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
 GEMMA: dict[str, Any] = {**SHAPE, "head_dim": 16}
 HYBRID: dict[str, Any] = {
@@ -176,16 +184,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "qwen3_next",
+        {**SHAPE, **QWEN_EXPERTS, **LINEAR, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_5": ("qwen3_5_text", {**SHAPE, **LINEAR}),
+    "qwen3_5 with experts": (
+        "qwen3_5_moe_text",
         {
             **SHAPE,
             **QWEN_EXPERTS,
-            "head_dim": 16,
+            **LINEAR,
             "shared_expert_intermediate_size": 20,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 6,
-            "linear_value_head_dim": 10,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
     "qwen3_next, layers given": (

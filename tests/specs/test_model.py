@@ -186,6 +186,18 @@ PUBLISHED = {
     "glm-4.6": 356_785_898_816 - glm_mtp(5120, 160, 1536, 2 * 128),
     # As transformers builds it, which leaves the checkpoint's multi-token-prediction module out.
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "nemotron-h-4b": 4_489_223_040,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-h-47b": 46_791_554_816,
+    "nemotron-h-56b": 56_324_350_464,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "nemotron-nano-12b-v2": 12_310_001_152,
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-122b-a10b": 122_111_526_912,
+    "qwen3.5-397b-a17b": 396_346_350_336,
 }
 
 
@@ -268,7 +280,7 @@ def test_groups_add_up(name: str) -> None:
     ends = elements(weights.embedding(model)) + head + weights.norm(model).elements
     assert layers + experts + ends == model.parameters
     assert sum(model.is_moe_layer(index) for index in range(model.layers)) == model.moe_layers
-    assert model.moe_layers + model.dense_layers == model.layers
+    assert model.moe_layers + model.dense_layers == sum(kind.mlp != "none" for kind in model.each_kind)
 
 
 def test_groups_of_deepseek_v3_by_hand() -> None:

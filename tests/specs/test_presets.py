@@ -46,6 +46,10 @@ def test_transformers_builds_the_same_total(name: str) -> None:
     assert sum(one.numel() for one in built.parameters()) + biases == PRESETS[name].parameters
 
 
+QWEN3_5 = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [11] * 3},
+}
 # Classes whose defaults are a published model, and the keys in which the release differs from them.
 DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-7b": ("llama", {}),
@@ -77,6 +81,8 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         },
     ),
+    "qwen3.5-9b": ("qwen3_5_text", QWEN3_5),
+    "qwen3.5-35b-a3b": ("qwen3_5_moe_text", QWEN3_5),
     "glm-4.5-air": (
         "glm4_moe",
         {
@@ -99,6 +105,13 @@ def test_defaults_of_a_class_read_as_the_preset(name: str) -> None:
     config = transformers.AutoConfig.for_model(family, **release).to_dict()
     not_in_config = {"name", "family", "source"}
     assert Model.from_hf(config).model_dump(exclude=not_in_config) == PRESETS[name].model_dump(exclude=not_in_config)
+
+
+def test_text_config_reads_as_the_language_model() -> None:
+    text = transformers.AutoConfig.for_model("qwen3_5_text", **QWEN3_5).to_dict()
+    found = Model.from_hf({"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text, "vision_config": {}})
+    assert found.parameters == PRESETS["qwen3.5-9b"].parameters - 248320 * 4096
+    assert "the language model alone" in found.source
 
 
 @pytest.mark.quick_cases(every=5)

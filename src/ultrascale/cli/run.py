@@ -422,7 +422,7 @@ def convert(
     Families: Llama, Mistral, Ministral, Mixtral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, Kimi-K2,
     Gemma, Gemma2, Gemma3-text, Phi3, OLMo2, OLMo3, OLMoE, Granite, GraniteMoE, GLM, GLM4, GLM4-MoE, MiniMax-M2,
     SmolLM3, Starcoder2, GPT-2, GPT-NeoX, StableLM, Cohere, Cohere2, Nemotron, Arcee, Seed-OSS, Ernie4-5, EXAONE4,
-    GPT-OSS and Qwen3-Next.
+    GPT-OSS, Qwen3-Next, Qwen3-5-text, Qwen3-5-MoE-text and Nemotron-H.
 
     [dim]ultrascale convert hf ./llama-dir runs/x && ultrascale train --resume runs/x --nproc 4 job.seq=2048 layout.tp=2[/]
     [dim]ultrascale convert runs/x hf ./out --tokenizer ./llama-dir[/]

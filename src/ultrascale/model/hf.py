@@ -97,6 +97,13 @@ _QWEN3_NEXT = {
     **dict.fromkeys((f"attention.inputs.{name}" for name in ("step", "decay")), "linear_attn.in_proj_ba"),
     "attention.output_norm": "linear_attn.norm",
 }
+_QWEN3_5 = {
+    **_QWEN3_NEXT,
+    **dict.fromkeys((f"attention.inputs.{name}" for name in "qkv"), "linear_attn.in_proj_qkv"),
+    "attention.inputs.gate": "linear_attn.in_proj_z",
+    "attention.inputs.step": "linear_attn.in_proj_b",
+    "attention.inputs.decay": "linear_attn.in_proj_a",
+}
 _NEMOTRON_H = {
     "embed.tokens": "backbone.embeddings",
     "head.norm": "backbone.norm_f",
@@ -166,6 +173,10 @@ TENSORS: dict[str, HFNames] = {
         interleaved_rope=True,
     ),
     "qwen3_next": HFNames(_QWEN3_NEXT, _GATED_DELTA, recurrent_out="linear_attn.out_proj", norm_offset=1.0),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        HFNames(_QWEN3_5, _GATED_DELTA, recurrent_out="linear_attn.out_proj", norm_offset=1.0),
+    ),
     "nemotron_h": HFNames(
         _NEMOTRON_H,
         {**_MAMBA, "mlp.router.bias": "mixer.gate.e_score_correction_bias"},
@@ -343,9 +354,8 @@ def _joined_heads(model: Model, part: str, parts: int) -> tuple[int, ...]:
     linear = model.linear_attention
     if part.startswith("attention.inputs.") and linear is not None:
         values = linear.value_heads // linear.key_heads
-        if parts == 2:
-            return values, values
-        return (linear.key_head_dim,) * 2 + (values * linear.value_head_dim,) * 2
+        by_parts = {2: (values, values), 4: (linear.key_head_dim,) * 2 + (values * linear.value_head_dim,) * 2}
+        return by_parts.get(parts, ())
     return (model.head_dim,) * 2 if part.startswith("attention.qkv.q") and parts == 2 else ()
 
 

@@ -6,6 +6,7 @@ A Model that no family can say is refused by its field: a config that left it ou
 from __future__ import annotations
 
 import math
+from itertools import cycle, islice
 from typing import Any
 
 from ultrascale.specs.errors import SpecError
@@ -59,9 +60,16 @@ def _differences(model: Model, family: str) -> list[Difference]:
         back = Model.from_hf(_config(model, family))
     except SpecError as error:
         return [("shape", model.name, str(error))] * len(Model.model_fields)
-    ours, theirs = (_flat(one.model_dump(exclude=set(NOT_IN_CONFIG))) for one in (model, back))
+    ours, theirs = map(_fields, (model, back))
     pairs = [(name, ours.get(name), theirs.get(name)) for name in {**ours, **theirs}]
     return [(name, one, other) for name, one, other in pairs if not _equal(one, other)]
+
+
+def _fields(model: Model) -> dict[str, Any]:
+    """By dotted name; patterns repeated over the layers, which a shorter one may say too."""
+    found = _flat(model.model_dump(exclude=set(NOT_IN_CONFIG)))
+    patterns = {name: found[name] for name in ("attention_pattern", "rope_pattern")}
+    return found | {name: tuple(islice(cycle(pattern), model.layers)) for name, pattern in patterns.items()}
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

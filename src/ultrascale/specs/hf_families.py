@@ -44,10 +44,17 @@ ATTENTION_BIAS = ("qkv_bias", "attention_output_bias")
 
 
 def fields_from_hf(config: Config, name: str | None = None) -> Fields:
-    """The fields of the Model that `config` describes; `name` defaults to the repository it was saved from, or its family."""
+    """The fields of the Model that `config` describes; `name` defaults to the repository it was saved from, or its family.
+
+    Of a model that also sees or hears it is the language model, its `text_config`.
+    """
     if not isinstance(config, Mapping):
         raise SpecError(f"config is of type {type(config).__name__} but must be the mapping that config.json holds")
     family = config.get("model_type")
+    if isinstance(text := config.get("text_config"), Mapping) and family not in FAMILIES:
+        shared = {key: config[key] for key in ("_name_or_path", "tie_word_embeddings") if key in config}
+        fields = fields_from_hf({**text, **shared}, name)
+        return {**fields, "source": f"text_config of an {fields['source']} (of {family} the language model alone)"}
     known = f"known: {', '.join(sorted(FAMILIES))}"
     if family is None:
         raise SpecError(f"config.model_type is missing, so the family of the model is not told; {known}")
@@ -112,6 +119,16 @@ _LATENT = (
     Key("qk_rope_head_dim", "mla.qk_rope_head_dim"),
     Key("v_head_dim", "mla.v_head_dim"),
     _attention_bias(),
+)
+_GATED_DELTA = (
+    _attention_bias(),
+    Only("attn_output_gate", True),
+    LinearLayers(),
+    Key("linear_num_key_heads", "linear_attention.key_heads", default=16),
+    Key("linear_num_value_heads", "linear_attention.value_heads", default=32),
+    Key("linear_key_head_dim", "linear_attention.key_head_dim", default=128),
+    Key("linear_value_head_dim", "linear_attention.value_head_dim", default=128),
+    Key("linear_conv_kernel_dim", "linear_attention.conv_kernel", default=4),
 )
 _DEEPSEEK_EXPERTS = (
     *_moe("n_routed_experts", "moe_intermediate_size"),
@@ -650,13 +667,24 @@ FAMILIES["qwen3_next"] = HFFamily(
         *_moe("num_experts", "moe_intermediate_size", renormalize=True),
         SparseLayers(),
         Key("shared_expert_intermediate_size", "moe.shared_expert_ffn"),
-        _attention_bias(),
-        LinearLayers(),
-        Key("linear_num_key_heads", "linear_attention.key_heads"),
-        Key("linear_num_value_heads", "linear_attention.value_heads"),
-        Key("linear_key_head_dim", "linear_attention.key_head_dim"),
-        Key("linear_value_head_dim", "linear_attention.value_head_dim"),
-        Key("linear_conv_kernel_dim", "linear_attention.conv_kernel", default=4),
+        *_GATED_DELTA,
+    ),
+    {"qk_norm": True, "attention_gate": True, "moe.shared_experts": 1, "moe.shared_gate": True},
+)
+FAMILIES["qwen3_5_text"] = HFFamily(
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5DecoderLayer",
+    (*_common(Rope(partial=0.25, head_dim=256), kv_heads=4, head_dim=256), FFN, *_GATED_DELTA),
+    {"qk_norm": True, "attention_gate": True},
+)
+FAMILIES["qwen3_5_moe_text"] = HFFamily(
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeDecoderLayer",
+    (
+        *_common(Rope(partial=0.25, head_dim=256), kv_heads=2, head_dim=256),
+        *_moe("num_experts", "moe_intermediate_size"),
+        Key("shared_expert_intermediate_size", "moe.shared_expert_ffn"),
+        *_GATED_DELTA,
     ),
     {"qk_norm": True, "attention_gate": True, "moe.shared_experts": 1, "moe.shared_gate": True},
 )
