@@ -118,7 +118,8 @@ CONFIGS: dict[str, Config] = {
 def test_a_published_config_gives_the_preset(name: str) -> None:
     preset, imported = Model.load(name), Model.from_hf(CONFIGS[name], name)
     assert imported.parameters == preset.parameters
-    not_in_config = {"source", "family", "max_positions"}
+    not_in_config = {"source", "family", "max_positions", "ignored_keys"}
+    assert set(imported.ignored_keys) <= {"num_nextn_predict_layers"}
     assert imported.model_dump(exclude=not_in_config) == preset.model_dump(exclude=not_in_config)
 
 
@@ -147,6 +148,13 @@ def test_qwen2_moe_by_hand() -> None:
     assert model.parameters == 24 * (attention + moe + 2 * h) + 2 * 151936 * h + h
     assert round(model.parameters / 1e9, 1) == 14.3  # The model card's total.
     assert round(model.active_parameters / 1e9, 1) == 2.7  # And its activated parameters.
+
+
+def test_keys_that_nothing_reads_are_named() -> None:
+    unread = {"attention_chunk_size": 64, "attention_dropout": 0.1, "resid_dropout": 0.0, "use_cache": True}
+    model = Model.from_hf(config("llama", 2, 64, 4, 4, 128, 100, **unread))
+    assert model.ignored_keys == ("attention_chunk_size", "attention_dropout")
+    assert "attention_chunk_size, attention_dropout, which llama is planned and trained without" in model.notes[0]
 
 
 def test_the_name_is_from_caller_config_or_family() -> None:

@@ -103,7 +103,7 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_defaults_of_a_class_read_as_the_preset(name: str) -> None:
     family, release = DEFAULTS[name]
     config = transformers.AutoConfig.for_model(family, **release).to_dict()
-    not_in_config = {"name", "family", "source"}
+    not_in_config = {"name", "family", "source", "ignored_keys"}
     assert Model.from_hf(config).model_dump(exclude=not_in_config) == PRESETS[name].model_dump(exclude=not_in_config)
 
 
@@ -111,7 +111,7 @@ def test_text_config_reads_as_the_language_model() -> None:
     text = transformers.AutoConfig.for_model("qwen3_5_text", **QWEN3_5).to_dict()
     found = Model.from_hf({"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text, "vision_config": {}})
     assert found.parameters == PRESETS["qwen3.5-9b"].parameters - 248320 * 4096
-    assert "the language model alone" in found.source
+    assert (found.ignored_keys, "the language model alone" in found.source) == (("vision_config",), True)
 
 
 @pytest.mark.quick_cases(every=5)

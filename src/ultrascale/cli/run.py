@@ -430,6 +430,7 @@ def convert(
     from ultrascale import convert as weights
     from ultrascale.convert import PEFT
     from ultrascale.launch import launcher
+    from ultrascale.show.lines import notes
     from ultrascale.specs.units import GIB
 
     with progress() as say:
@@ -443,6 +444,7 @@ def convert(
         )
     loads = "peft loads it with PeftModel" if PEFT in (words or []) else "transformers loads it with AutoModelForCausalLM"
     follows = f"ultrascale train --resume {dest.folder}" if dest.is_run else loads
+    notes(terminal(), dest.model.notes)
     terminal().print(f"Wrote {dest.folder}: {dest.model.name}, {dest.model.parameters:,} parameters; next: {follows}")
 
 

@@ -135,14 +135,18 @@ def smaller_cluster_notes(job: Job, plans: Sequence[Plan]) -> list[str]:
 
 
 def runnable_job(job: Job) -> tuple[Job, list[str]]:
-    """The job, for the idealised engine where ours cannot run it, with a note that says so. Another engine must run the job."""
+    """The job, for the idealised engine where ours cannot run it, with notes that say so and what the model leaves out. Another
+    engine must run the job.
+    """
     sentence = engines.job_problem(job)
+    notes = [*job.model.notes]
     if sentence is None:
-        return job, []
+        return job, notes
     if job.framework.engine != OWN_ENGINE:
         raise SpecError(f"{sentence}, or another --framework")
     note = f"`ultrascale train` cannot run this job: {sentence}. The plan is for an idealised engine (`{IDEALISED}`)"
-    return job.changed(framework=Framework.load(IDEALISED)), [f"{note}; to plan for an existing one: --framework megatron-core"]
+    notes.append(f"{note}; to plan for an existing one: --framework megatron-core")
+    return job.changed(framework=Framework.load(IDEALISED)), notes
 
 
 Alternatives = Iterator[tuple[str, Job, LayoutConstraints]]

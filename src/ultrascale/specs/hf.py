@@ -38,6 +38,45 @@ ACTIVATIONS: dict[str, dict[str, str]] = {
 Kind = Literal["count", "count or zero", "number", "number or zero", "flag", "text", "gated", "plain"]
 
 
+class ConfigReading(dict[str, Any]):
+    """A config that remembers which of its keys were read."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.keys_read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_read.add(str(key))
+        return super().__contains__(key)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keys that no part read and that might change what the model computes."""
+        unread = [key for key, value in self.items() if key not in self.keys_read and value]
+        return tuple(sorted(key for key in unread if key not in _SHAPELESS and not key.startswith(_SHAPELESS_BEGINNINGS)))
+
+
+# Keys of transformers' classes that a family reads in other branches, or that say nothing of what a layer computes.
+_SHAPELESS = {
+    *("_name_or_path", "architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "return_dict"),
+    *("tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("attn_implementation", "classifier_dropout", "initializer_range", "num_logits_to_keep", "pretraining_tp"),
+    *("router_aux_loss_coef", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "rescale_prenorm_residual"),
+    *("moe_shared_expert_overlap", "chunk_size", "time_step_floor", "time_step_limit", "time_step_max", "expand"),
+    *("head_dim", "intermediate_size", "qk_head_dim", "max_window_layers", "no_rope_layer_interval"),
+    *("original_max_position_embeddings", "sliding_window_pattern", "_sliding_window_pattern"),
+}
+_SHAPELESS_BEGINNINGS = ("output_", "summary_", "mtp_", "vision_", "image_")
+
+
 class ConfigPart(Protocol):
     """What one or several keys of a config say."""
 
@@ -456,6 +495,13 @@ class HFFamily:
         for part in self.parts:
             found |= part.write(model)
         return found
+
+
+def touch(config: Config, parts: Iterable[ConfigPart]) -> None:
+    """Marks keys as known that this config has no use for: those of a kind of layer that its model does not have."""
+    for part in parts:
+        if isinstance(part, Key | Only):
+            config.get(part.key)
 
 
 def shortest_cycle(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ Difference = tuple[str, Any, Any]
 """a field's dotted name, its value, and what a config would say it is"""
 
 DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}
-NOT_IN_CONFIG = ("name", "family", "source")
+NOT_IN_CONFIG = ("name", "family", "source", "ignored_keys")
 
 
 def config_of(model: Model, dtype: str) -> Config:

@@ -15,6 +15,7 @@ from ultrascale.specs.hf import (
     ClampedSwiGLU,
     Config,
     ConfigPart,
+    ConfigReading,
     DeepSeekRouting,
     DenseWidth,
     EmbeddingScale,
@@ -33,6 +34,7 @@ from ultrascale.specs.hf import (
     Window,
     checked,
     shortest_cycle,
+    touch,
 )
 from ultrascale.specs.validate import shown
 
@@ -54,7 +56,9 @@ def fields_from_hf(config: Config, name: str | None = None) -> Fields:
     if isinstance(text := config.get("text_config"), Mapping) and family not in FAMILIES:
         shared = {key: config[key] for key in ("_name_or_path", "tie_word_embeddings") if key in config}
         fields = fields_from_hf({**text, **shared}, name)
-        return {**fields, "source": f"text_config of an {fields['source']} (of {family} the language model alone)"}
+        others = [key for key in config if key.endswith("_config") and key != "text_config"]
+        source = f"text_config of an {fields['source']} (of {family} the language model alone)"
+        return {**fields, "source": source, "ignored_keys": tuple(sorted({*fields["ignored_keys"], *others}))}
     known = f"known: {', '.join(sorted(FAMILIES))}"
     if family is None:
         raise SpecError(f"config.model_type is missing, so the family of the model is not told; {known}")
@@ -68,7 +72,9 @@ def fields_from_hf(config: Config, name: str | None = None) -> Fields:
     title = name or (origin if isinstance(origin, str) and origin else family)
     known_as = next(name for name, one in FAMILIES.items() if one is FAMILIES[family])
     source = f"HF config.json, model_type {family}"
-    return {"name": title, "family": known_as, "source": source, **FAMILIES[family].read(config)}
+    reading = ConfigReading(config)
+    fields = FAMILIES[family].read(reading)
+    return {"name": title, "family": known_as, "source": source, "ignored_keys": reading.ignored, **fields}
 
 
 def _common(
@@ -147,6 +153,7 @@ class DeepSeekMLP:
 
     def read(self, config: Config) -> Fields:
         sparse = config.get("n_routed_experts", config.get("num_local_experts")) is not None
+        touch(config, _DEEPSEEK_EXPERTS)
         return {name: value for part in self._parts(sparse) for name, value in part.read(config).items()}
 
     def write(self, model: Model) -> dict[str, Any]:
@@ -194,6 +201,7 @@ class HybridLayers:
         }
         if "moe" in words:
             fields |= {"moe.shared_experts": 1, "moe.router": "sigmoid", "moe.router_bias": True}
+        touch(config, self._parts(True, True, True))
         for part in self._parts("linear_attention" in words, "moe" in words, "mlp" in words):
             fields |= part.read(config)
         return fields
@@ -504,7 +512,7 @@ FAMILIES: dict[str, HFFamily] = {
     "deepseek_v3": HFFamily(
         "DeepseekV3ForCausalLM",
         "DeepseekV3DecoderLayer",
-        (*_common(head_dim=None), DeepSeekMLP(v3=True), *_LATENT),
+        (*_common(head_dim=None), DeepSeekMLP(v3=True), *_LATENT, Only("rope_interleave", True)),
     ),
     "starcoder2": HFFamily(
         "Starcoder2ForCausalLM",
@@ -653,6 +661,7 @@ FAMILIES["gpt_oss"] = HFFamily(
             head_dim=64,
         ),
         ClampedSwiGLU(),
+        Only("hidden_act", "silu"),
         *_moe("num_local_experts", "intermediate_size"),
         _attention_bias(True),
         _alternating(2, 128),

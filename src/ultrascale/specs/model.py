@@ -147,6 +147,9 @@ class Model(FrozenSpec):
         examples=["llama"],
     )
     source: str = ""
+    ignored_keys: tuple[Text, ...] = Field(
+        default=(), description="Keys of the Hugging Face config that it was read from, which say nothing here."
+    )
 
     @field_validator("attention_pattern", mode="before")
     @classmethod
@@ -213,6 +216,13 @@ class Model(FrozenSpec):
     def preset_names(cls) -> list[str]:
         """Every name that `load` knows without a file, aliases included."""
         return sorted(_preset_index())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how it was read."""
+        if not self.ignored_keys:
+            return ()
+        return (f"config.json has {', '.join(self.ignored_keys)}, which {self.name} is planned and trained without",)
 
     @property
     def gated(self) -> bool:
