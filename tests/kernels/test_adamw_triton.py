@@ -47,8 +47,8 @@ def test_one_weight(copied: bool, kernel: ModuleType) -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
     adamw.state[wanted] = state
     adamw.step()
-    now = step_inputs(kernel, 0.5)
-    step(kernel, [(weight, gradient, mean, square, copy, 0.2)], now)
+    now = step_inputs(kernel, 0.5, rate=0.4)
+    step(kernel, [(weight, gradient, mean, square, copy, 0.2, 0.25)], now)
     torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mean, state["exp_avg"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(square, state["exp_avg_sq"], rtol=1e-5, atol=1e-6)

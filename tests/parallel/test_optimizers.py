@@ -37,11 +37,13 @@ def one_process(job: Job, batch: int, training: Training) -> dict[str, torch.Ten
     return {shard.name: weight for shard, weight in trained(engine_of(job, Layout(mbs=batch), training))}
 
 
-def check(model: str, optimizer: str, close: float = CLOSE, apart: float = 0.0, **fields: Any) -> None:
+def check(
+    model: str, optimizer: str, close: float = CLOSE, apart: float = 0.0, base_width: int | None = None, **fields: Any
+) -> None:
     """`apart`: part of the elements that may differ by more than `close`."""
     job, training, layout = (
         job_of(model, optimizer=optimizer),
-        training_of(steps=STEPS, lr=3e-3),
+        training_of(steps=STEPS, lr=3e-3, mup_base_width=base_width),
         Layout(**{"gas": 2, **fields}),
     )
     wholes = one_process(job, layout.dp * layout.mbs * layout.gas, training)
@@ -155,3 +157,23 @@ def test_adamw_with_moments_in_8_bits(model: str, fields: dict[str, Any]) -> Non
 def test_lion(model: str, fields: dict[str, Any]) -> None:
     """Rounding may turn the sign of an update that is nearly zero: that weight is two steps away then, alone."""
     check(model, "lion", apart=0.01, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "fields"),
+    [
+        ("llama", "adamw", {"dp": 2, "zero": 3}),
+        *(
+            pytest.param(*one, marks=slow)
+            for one in (
+                ("deepseek", "adamw", {"dp": 4, "ep": 2, "tp": 2}),
+                ("llama", "lion", {**ZERO_BUBBLE, "dp": 2, "tp": 2, "zero": 1}),
+                ("llama", "adamw", {"cp": 2, "tp": 2, "dp": 2, "zero": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_mup(model: str, optimizer: str, fields: dict[str, Any]) -> None:
+    """Initial values and learning rates by a weight's role."""
+    check(model, optimizer, 1e-4 if optimizer == "lion" else CLOSE, base_width=8, **fields)

@@ -22,10 +22,10 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _update(  # type: ignore[no-untyped-def]
-    master, gradient, mean, square, copy, now, at, inside, decay, beta1, rest1, beta2, rest2, eps,
+    master, gradient, mean, square, copy, now, at, inside, decay, lr_scale, beta1, rest1, beta2, rest2, eps,
     COPIED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    factor, rate, whole1, whole2 = tl.load(now), tl.load(now + 1), tl.load(now + 2), tl.load(now + 3)
+    factor, rate, whole1, whole2 = tl.load(now), tl.load(now + 1) * lr_scale, tl.load(now + 2), tl.load(now + 3)
     g = tl.load(gradient + at, mask=inside).to(tl.float32) * factor
     m = tl.load(mean + at, mask=inside)
     v = tl.load(square + at, mask=inside)
@@ -58,7 +58,7 @@ def _pointer(addresses, at, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _step(  # type: ignore[no-untyped-def]
-    addresses, tensors, starts, sizes, decays, now, count, beta1, rest1, beta2, rest2, eps,
+    addresses, tensors, starts, sizes, decays, lr_scales, now, count, beta1, rest1, beta2, rest2, eps,
     MASTER: tl.constexpr, GRADIENT: tl.constexpr, COPY: tl.constexpr, COPIED: tl.constexpr, SPLIT: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -72,19 +72,19 @@ def _step(  # type: ignore[no-untyped-def]
     copy = _pointer(addresses, 4 * count + tensor, COPY, ALIGNED)
     factor = tl.load(now)
     size = tl.where(factor == factor, tl.load(sizes + tensor), 0)  # NaN: nothing is loaded, nothing stored
-    decay = tl.load(decays + tensor)
+    decay, lr_scale = tl.load(decays + tensor), tl.load(lr_scales + tensor)
     if first + BLOCKS * BLOCK <= size:  # without a mask, whose bound the compiler does not know: loads are vectors
         for block in tl.static_range(BLOCKS):
             at = first + block * BLOCK + tl.arange(0, BLOCK)
             _update(
-                master, gradient, mean, square, copy, now, at, None, decay, beta1, rest1, beta2, rest2, eps,
+                master, gradient, mean, square, copy, now, at, None, decay, lr_scale, beta1, rest1, beta2, rest2, eps,
                 COPIED=COPIED, SPLIT=SPLIT,
             )  # fmt: skip
     else:
         for block in tl.static_range(BLOCKS):
             at = first + block * BLOCK + tl.arange(0, BLOCK)
             _update(
-                master, gradient, mean, square, copy, now, at, at < size, decay, beta1, rest1, beta2, rest2, eps,
+                master, gradient, mean, square, copy, now, at, at < size, decay, lr_scale, beta1, rest1, beta2, rest2, eps,
                 COPIED=COPIED, SPLIT=SPLIT,
             )  # fmt: skip
 
@@ -98,6 +98,7 @@ class AdamWTensors(NamedTuple):
     square: torch.Tensor
     copy: torch.Tensor | None
     decay: float
+    lr_scale: float = 1.0
 
 
 def step_inputs(rate: float, betas: tuple[float, float], updates: int) -> torch.Tensor:
@@ -217,7 +218,8 @@ class MultiTensorAdamW:
             tensors = [*itertools.chain(*own), *copies]
             addresses, aligned = self._addresses((*formats, len(group)), tensors)
             _step[(len(programs.tensors),)](
-                addresses, *programs, _decays(tuple(one.decay for one in group), self.device), now, len(group),
+                addresses, *programs, _numbers(tuple(one.decay for one in group), self.device),
+                _numbers(tuple(one.lr_scale for one in group), self.device), now, len(group),
                 betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
                 MASTER=DTYPES[master], GRADIENT=DTYPES[gradient], COPY=tl.int16 if split else DTYPES[copy or master],
                 COPIED=copy is not None, SPLIT=split, ALIGNED=aligned, BLOCKS=STEP_BLOCKS, BLOCK=BLOCK, num_warps=WARPS,
@@ -225,5 +227,5 @@ class MultiTensorAdamW:
 
 
 @lru_cache(maxsize=64)
-def _decays(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def _numbers(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values).to(device)

@@ -28,8 +28,12 @@ Fp8Scaling = Literal["tensor", "row", "block"]
 Fp8Keep = Literal["ends", "head", "none"]
 Fp8Gather = Literal["auto", "fp8", "bf16"]
 
-# Settings that one optimizer alone reads.
-OPTIMIZER_SETTINGS = {"muon_momentum": ("muon",), "muon_scale": ("muon",)}
+# Settings that some optimizers alone read.
+OPTIMIZER_SETTINGS = {
+    "muon_momentum": ("muon",),
+    "muon_scale": ("muon",),
+    "mup_base_width": ("adamw", "adamw-bf16", "adamw-8bit", "lion"),
+}
 
 FP8_BLOCK = 128  # numbers that share a scale
 # What sizes of a weight, and tokens where a matmul sums over them, must be multiples of: the kernels' alignment. A row of
@@ -76,6 +80,15 @@ class Training(FrozenSpec):
     eps: float = Field(1e-8, gt=0, le=1, strict=True, description="Adam's term below the fraction")
     ema_decay: float = Field(
         0.999, ge=0, lt=1, strict=True, description="of the moving mean of weights that job.ema keeps, in each step"
+    )
+    mup_base_width: int | None = Field(
+        None,
+        ge=1,
+        le=2**31,
+        strict=True,
+        examples=[256],
+        description="μP: the hidden size for which lr was found; wider matrices begin smaller and train with less of it; null: "
+        "all weights alike",
     )
     muon_momentum: float = Field(0.95, ge=0, lt=1, strict=True, description="Muon: Nesterov momentum of matrices")
     muon_scale: MuonScale = Field(

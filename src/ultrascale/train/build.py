@@ -33,6 +33,7 @@ from ultrascale.specs.framework import Framework
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import ExpertOverlap, Training
+from ultrascale.train import mup
 from ultrascale.train.balance import bias_name
 from ultrascale.train.data import Batches
 from ultrascale.train.engine import Engine
@@ -188,6 +189,8 @@ def _weight(
     """Initializes a parameter and creates its fp32 master."""
     shard = _with_zero_axes(shard, isinstance(parameter, DTensor), mesh)
     part = shard.piece(full_weight(name, torch.Size(shard.shape), training.seed, job.model, mesh.device))
+    if (scale := mup.init_scale(shard, job, training)) != 1:
+        part = part * scale
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     local.copy_(part)
     host = mesh.layout.offload == "optimizer"

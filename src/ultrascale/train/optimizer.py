@@ -26,6 +26,7 @@ from ultrascale.specs.training import Training
 from ultrascale.specs.units import groups_up_to
 from ultrascale.train.elementwise import BF16Moments, E4M3Moments, Lion, RoundedAdamW, row_chunks
 from ultrascale.train.muon import Muon
+from ultrascale.train.mup import lr_scale
 
 if TYPE_CHECKING:
     from ultrascale.kernels.adamw_triton import MultiTensorAdamW
@@ -80,7 +81,7 @@ class Optimizer:
         fused: bool = False,
         graphs: CUDAGraphPool | None = None,
     ) -> None:
-        self.weights, self.training, self.mesh = list(weights), training, mesh
+        self.weights, self.job, self.training, self.mesh = list(weights), job, training, mesh
         self.spec = OPTIMIZERS[job.optimizer]
         matrices = [weight for weight in self.weights if self._is_matrix(weight)]
         self.muon = Muon(matrices, job, training, mesh) if matrices else None
@@ -131,7 +132,7 @@ class Optimizer:
             self.scale_gradients(factor)
         self._clip_values()
         for group in self.inner.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_scale"]
         if isinstance(self.inner, RoundedAdamW):
             self.inner.updates = self.updates + 1
         for weights in self._groups():
@@ -202,8 +203,8 @@ class Optimizer:
                 moments.update(self._zero_moments(weight))
             tensors = weight.master, weight.gradient.contiguous(), moments["exp_avg"], moments["exp_avg_sq"]
             copy = weight.local if weight.master is not weight.local else None
-            decay = weight_decay(weight, training)
-            weights.append(adamw_triton.AdamWTensors(*tensors, copy, decay))
+            rates = weight_decay(weight, training), lr_scale(weight.shard, self.job, training)
+            weights.append(adamw_triton.AdamWTensors(*tensors, copy, *rates))
         self._kernel.step(weights, self._step_inputs, (training.beta1, training.beta2), training.eps)
 
     def _zero_moments(self, weight: Weight) -> dict[str, torch.Tensor]:
@@ -282,12 +283,13 @@ def weight_decay(weight: Weight, training: Training) -> float:
 
 
 def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.Optimizer:
-    decays = {id(weight): weight_decay(weight, training) for weight in weights}
+    alike: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for weight in weights:
+        rates = weight_decay(weight, training), lr_scale(weight.shard, job, training)
+        alike.setdefault(rates, []).append(weight.master)
     groups: list[dict[str, Any]] = [
-        {"params": [weight.master for weight in weights if decays[id(weight)] == decay], "weight_decay": decay}
-        for decay in dict.fromkeys((training.weight_decay, 0.0))
+        {"params": masters, "weight_decay": decay, "lr_scale": scale} for (decay, scale), masters in sorted(alike.items())[::-1]
     ]
-    groups = [group for group in groups if group["params"]]
     if job.optimizer in ("adamw", "muon"):
         betas = (training.beta1, training.beta2)
         # Fused on either device: twice as fast, and without temporary copies of every weight.

@@ -14,6 +14,7 @@ from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import OPTIMIZER_SETTINGS, WHAT, Training
+from ultrascale.specs.validate import shown
 
 RAMP = f"{WHAT}.batch_ramp"
 # 1 + 2·z_loss·logsumexp, times FACTOR of kernels/float8.py, stays below e5m2's largest number for a log-sum-exp up to 375.
@@ -121,10 +122,13 @@ def _optimizer_problems(job: Job, training: Training) -> Iterator[str]:
         if value != default and job.optimizer not in optimizers:
             known = " or ".join(optimizers)
             yield (
-                f"{WHAT}.{field} is {value} but job.optimizer is {job.optimizer}, not {known}: try {default}, or "
+                f"{WHAT}.{field} is {value} but job.optimizer is {job.optimizer}, not {known}: try {shown(default)}, or "
                 f"job.optimizer={optimizers[0]}"
             )
 
+    if training.mup_base_width is not None and (job.model.tied_embeddings or job.adapter_rank is not None):
+        why = "head and embedding are one matrix" if job.model.tied_embeddings else "weights beside adapters are frozen"
+        yield f"{WHAT}.mup_base_width is {training.mup_base_width} but {why} in {job.model.name}: try null"
     decay, default = training.ema_decay, Training.model_fields["ema_decay"].default
     if decay != default and not job.ema:
         yield f"train.ema_decay is {decay:g} but job.ema is false, so no mean of the weights is kept: try job.ema=true"
