@@ -27,10 +27,9 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.export import targets, write
-from ultrascale.measure.foreign.compare import engine_flops
 from ultrascale.measure.foreign.request import ENGINES, ForeignRehearsal, ForeignRequest, arguments_of
 from ultrascale.measure.foreign.run import rehearse_foreign
-from ultrascale.measure.rehearse import without_imbalance
+from ultrascale.measure.rehearse import predicted_flops, without_imbalance
 from ultrascale.parallel.mesh import RankCoordinates
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.errors import RunError, SpecError
@@ -91,9 +90,12 @@ _TORCHTITAN = (
     case(EIGHT, 4, dp=2, tp=4, zero=3, mbs=2, recompute="selective"),
     case(ONE, 4, dp=8, zero=3, mbs=2, gas=3, keep_gathered=True),
     case(QWEN, 4, dp=8, zero=3, mbs=4, recompute="selective"),
+    case(QWEN, 4, dp=4, tp=2, zero=3, mbs=2, recompute="selective"),
+    case(EIGHT, 4, dp=2, cp=4, zero=3, mbs=2, recompute="selective"),
+    case(EIGHT, 4, dp=2, cp=4, zero=3, mbs=2, recompute="full"),
 )
 _PIPELINES = tuple(
-    case(EIGHT, 8, rank, zero=3, keep_gathered=True, **more)
+    case(EIGHT, 8, rank, **{"zero": 3, "keep_gathered": True, **more})
     for rank, more in (
         (0, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b"}),
         (7, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b"}),
@@ -101,6 +103,10 @@ _PIPELINES = tuple(
         (0, {"dp": 4, "pp": 2, "gas": 4, "schedule": "interleaved", "virtual_stages": 2}),
         (0, {"dp": 2, "pp": 4, "gas": 8, "schedule": "1f1b", "recompute": "selective"}),
         (4, {"dp": 2, "pp": 4, "gas": 8, "schedule": "1f1b", "recompute": "selective"}),
+        (7, {"dp": 4, "pp": 2, "gas": 4, "schedule": "afab"}),
+        (7, {"dp": 4, "pp": 2, "gas": 4, "schedule": "interleaved", "virtual_stages": 2}),
+        (0, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b", "keep_gathered": False}),
+        (7, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b", "keep_gathered": False}),
     )
 )
 # 0.2 has no flavors of 1B.
@@ -112,7 +118,9 @@ _TORCHTITAN_2 = (
     case(EIGHT, 8, dp=2, zero=3, recompute="full"),
     case(EIGHT, 4, dp=4, tp=2, zero=3, mbs=2),
     case(EIGHT, 4, dp=2, tp=4, zero=3, mbs=2, recompute="selective"),
-    case(EIGHT, 4, dp=2, cp=4, zero=3, context_parallel="allgather", mbs=2, recompute="selective"),
+    case(EIGHT, 4, dp=2, cp=4, zero=3, mbs=2, recompute="selective"),
+    case(EIGHT, 4, dp=2, cp=4, zero=3, mbs=2, recompute="full"),
+    case(EIGHT, 4, dp=2, tp=2, cp=2, zero=3, gas=2, recompute="selective"),
     case(EIGHT, 4, dp=1, mbs=2),
     case(EIGHT, 4, dp=1, mbs=4, recompute="full"),
 )
@@ -217,8 +225,7 @@ def _fewer_layers_toml(config: Path, layers: int) -> Path:
     module = f"from torchtitan.models.{name[1]} import {name[1]}_args as known\n\nknown['{flavor[1]}'].n_layers = {layers}\n"
     config.with_name(f"short_{layers}.py").write_text(module, encoding="utf-8")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(config.parent), os.environ.get("PYTHONPATH", "")])
-    # Its default gathers the head once.
-    text = config.read_text(encoding="utf-8").replace('reshard_after_forward = "always"', 'reshard_after_forward = "default"')
+    text = config.read_text(encoding="utf-8")
     config.write_text(text + '\n[experimental]\ncustom_import = "short_' + f'{layers}"\n', encoding="utf-8")
     return config
 
@@ -276,9 +283,9 @@ def candidates(framework: Framework) -> dict[str, tuple[Any, ...]]:
     return {**words, **dict.fromkeys(_FLAGS, (False, True)), "reduce_bucket": (0, 5e8), "live_parameters": (0, 1e9)}
 
 
-_WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers")
+_WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers", "context")
 _FLAGS = (
-    "eager_activation", "gathered_inputs", "keeps_gathered_keys", "autocast", "unrotated_heads", "keeps_gradients",
+    "eager_activation", "gathered_inputs", "autocast", "unrotated_heads", "keeps_gradients",
     "early_stop", "ddp_buckets",
 )  # fmt: skip
 
@@ -291,6 +298,8 @@ class Difference:
     flops: float
     sent: float
     """bytes by kind of collective"""
+    sent_bytes: float
+    """the same, not as a share"""
 
     @property
     def cost(self) -> float:
@@ -302,7 +311,7 @@ def difference(framework: Framework, case: Case, found: ForeignRehearsal) -> Dif
     place = RankCoordinates.of(layout, case.rank)
     stage = estimate(job, layout).memory[place.pp]
     peak = stage.memory.total - stage.memory.runtime
-    flops = engine_flops(job, layout, place, stage.layers)
+    flops = predicted_flops(job, layout, place)
     sent: defaultdict[str, float] = defaultdict(float)
     for one in of_stage(job, layout, ClusterRates(job), place.pp):
         sent[one.collective] += one.bytes
@@ -310,7 +319,8 @@ def difference(framework: Framework, case: Case, found: ForeignRehearsal) -> Dif
     for each in found.collectives:
         seen[each.kind] += each.bytes
     apart = sum(abs(sent[kind] - seen[kind]) for kind in sent.keys() | seen.keys())
-    return Difference(peak / found.peak - 1, flops / sum(found.flops.values()) - 1, apart / max(1, sum(seen.values())))
+    flops_share = flops / sum(found.flops.values()) - 1
+    return Difference(peak / found.peak - 1, flops_share, apart / max(1, sum(seen.values())), apart)
 
 
 def cost(framework: Framework, rows: Sequence[tuple[Case, ForeignRehearsal]]) -> float:

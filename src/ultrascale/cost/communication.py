@@ -248,6 +248,8 @@ class ContextTraffic:
     scatter: CollectiveTransfer
     switch: CollectiveTransfer
     """Ulysses: q, k, v from sequence-cut to head-cut and the output back; the same in backward"""
+    gradients: CollectiveTransfer
+    """of keys and values, in fp32 to the next rank: torch's ring, as many times as there are ranks"""
     forward_s: Array
     backward_s: Array
     overlapped_forward_s: Array
@@ -286,16 +288,27 @@ def context_traffic(work: Workload, attention: Passes) -> ContextTraffic:
     gathers, ulysses = columns.is_("context_parallel", "allgather"), columns.is_("context_parallel", "ulysses")
     forward = np.where(gathers, gather.time_s, np.where(ulysses, switch.time_s, ring_forward))
     backward = np.where(gathers, gather.time_s + scatter.time_s, np.where(ulysses, switch.time_s, ring_backward))
-    alone, steps = cp == 1, np.where(gathers | ulysses, 0, cp - 1)
+    steps = np.where(gathers | ulysses, 0, cp - 1)
+    hidden, hidden_backward = steps * np.minimum(block.time_s, window), steps * np.minimum(double.time_s, window_backward)
+    gradients = transfer(machine, "context", "send_recv", FP32 / b * keys, group)
+    if job.framework.context == "flex":
+        forward, backward, hidden, hidden_backward = gather.time_s, scatter.time_s, 0.0 * steps, 0.0 * steps
+    elif job.framework.context != "layout":  # behind the attention of the rank's own block, gradients behind that of others'
+        again = job.framework.context == "ring"
+        forward, hidden = exposed(gather.time_s, window, constants), np.minimum(gather.time_s, window)
+        backward = again * forward + gradients.time_s + (cp - 1) * exposed(gradients.time_s, window_backward, constants)
+        hidden_backward = again * hidden + (cp - 1) * np.minimum(gradients.time_s, window_backward)
+    alone = cp == 1
     return ContextTraffic(
         block,
         gather,
         scatter,
         switch,
+        gradients,
         np.where(alone, 0.0, forward),
         np.where(alone, 0.0, backward),
-        steps * np.minimum(block.time_s, window),
-        steps * np.minimum(double.time_s, window_backward),
+        hidden,
+        hidden_backward,
     )
 
 

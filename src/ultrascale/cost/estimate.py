@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ultrascale.cost import flops, kernels, stages, traffic
+from ultrascale.cost import flops, kernels, operators, stages, traffic
 from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.memory import activations
@@ -164,7 +164,7 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
         fused = bool(uses_fused_blocks(job, view.row)[0])
         again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed, fused)
         if layout.recompute == "selective":
-            again += recomputed * flops.selective_matmul_flops(job.model, job.framework.selective)
+            again += recomputed * operators.selective_flops(job, view.row)
         return again
 
     return Estimate(

@@ -96,15 +96,6 @@ def matmul_flops(model: Model) -> float:
     return sum(count * layer_matmul_flops(model, kind) for kind, count in model.layer_kinds.items())
 
 
-def selective_matmul_flops(model: Model, policy: str) -> float:
-    """Forward FLOPs per token of matmuls that selective recomputation repeats: `half` of them, or of dense layers every second
-    of qkv, attention's output, gate, up and down (`alternate`).
-    """
-    if policy == "half" or (policy == "alternate" and (model.moe is not None or model.mla is not None or not model.gated)):
-        return matmul_flops(model) / 2
-    return model.layers * 2.0 * model.hidden * (model.q_dim + model.ffn) if policy == "alternate" else 0.0
-
-
 def forward_flops(model: Model, seq: int, causal: bool) -> float:
     """Forward FLOPs per token of the whole model; embedding look-ups are none."""
     return matmul_flops(model) + mixers_flops(model, seq, causal) + head_flops(model)

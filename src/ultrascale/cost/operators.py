@@ -10,12 +10,14 @@ from ultrascale.cost import host, kernels
 from ultrascale.cost.columns import Array, LayoutColumns, Passes, rows_of
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.states import (
+    ALTERNATE,
     FP32,
     accumulates_nothing,
     autocast,
     compute_bytes,
     gradient_bytes,
     has_master,
+    selective_policy,
     trained_fraction,
     uses_fused_blocks,
 )
@@ -139,6 +141,45 @@ def last_matmul(kind: LayerKind) -> str:
     return {"attention": "attention output", "linear": "linear attention output"}.get(kind.mixer, "mamba output")
 
 
+def selective_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Matmul]:
+    """Those that selective recomputation repeats: `half` of each or, `alternate`, every second of a dense layer in the order of
+    calls. Compiled code repeats none whose result is kept at the other end of a collective: attention's output after a
+    reduce-scatter, gathered keys.
+    """
+    model, policy, matmuls = job.model, selective_policy(job), layer_matmuls(job, columns, kind)
+    if policy not in ("half", *ALTERNATE):
+        return []
+    if policy == "half" or model.moe is not None or model.mla is not None or not model.gated:
+        return [replace(matmul, count=matmul.count / 2) for matmul in matmuls]
+    calls: list[Matmul] = []
+    for matmul in matmuls:
+        parts = _parts(job, columns, matmul) if matmul.name != "qkv" or policy == "alternate-unjoined" else []
+        calls += [replace(matmul, n=part) for part in parts] or [matmul]
+    kept = {"attention output": columns.sequence_cut > 1, "qkv": (columns.cp > 1) & (job.framework.context == "ring-compiled")}
+    if not job.framework.compiles:
+        kept = {}
+    return [replace(matmul, count=np.where(kept.get(matmul.name, False), 0.0, matmul.count)) for matmul in calls[1::2]]
+
+
+def selective_flops(job: Job, layout: LayoutColumns) -> float:
+    """Their FLOPs per token of the model, under one layout."""
+    rank = sum(
+        count * float(np.sum(matmul.flops))
+        for kind, count in job.model.layer_kinds.items()
+        for matmul in selective_matmuls(job, layout, kind)
+    )
+    return rank * float((layout.tp / layout.tokens(job.seq))[0])
+
+
+def _parts(job: Job, columns: LayoutColumns, matmul: Matmul) -> list[Array]:
+    """Widths of the matmuls that are joined in this one, in the order of calls; empty: none."""
+    model = job.model
+    if matmul.name == "qkv":
+        kv = model.kv_dim / np.minimum(columns.tp, model.kv_heads)
+        return [*[model.q_dim / columns.tp] * (1 + model.attention_gate), kv, kv]
+    return [matmul.n / 2] * 2 if matmul.name in ("mlp up", "shared expert up") and model.gated else []
+
+
 def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> list[Matmul]:
     """The matmuls of a layer as the engine makes them: joined in fused blocks, each by itself where it runs or compiles the
     plain model. Other engines are taken to join theirs.
@@ -146,14 +187,9 @@ def engine_matmuls(job: Job, columns: LayoutColumns, matmuls: list[Matmul]) -> l
     separate = ~uses_fused_blocks(job, columns)
     if not (job.framework.fused_blocks and separate.any()):
         return matmuls
-    model, kv_cut = job.model, np.minimum(columns.tp, job.model.kv_heads)
     found = []
     for matmul in matmuls:
-        parts: list[Array] = []
-        if matmul.name == "qkv":
-            parts = [*[model.q_dim / columns.tp] * (1 + model.attention_gate), *[model.kv_dim / kv_cut] * 2]
-        elif matmul.name in ("mlp up", "shared expert up") and model.gated:
-            parts = [matmul.n / 2] * 2
+        parts = _parts(job, columns, matmul)
         joined = replace(matmul, count=np.where(separate, 0.0, matmul.count)) if parts else matmul
         found += [joined, *(replace(matmul, n=part, count=np.where(separate, matmul.count, 0.0)) for part in parts)]
     return found

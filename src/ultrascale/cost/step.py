@@ -16,7 +16,6 @@ import numpy as np
 from ultrascale.cost import communication, host, muon, operators
 from ultrascale.cost.columns import NAMES, NOTHING, Array, Passes, RankShare, rows_of
 from ultrascale.cost.communication import TensorTraffic
-from ultrascale.cost.flops import matmul_flops, selective_matmul_flops
 from ultrascale.cost.hardware import Workload
 from ultrascale.cost.memory import activations, states
 from ultrascale.cost.memory.states import compute_bytes, fp8_layer_mean, gradient_bytes, trained_fraction, uses_fused_blocks
@@ -174,9 +173,8 @@ def _plain_selective_s(work: Workload, compute: LayerTime, kind: LayerKind) -> A
     cheap = NOTHING if policy == "latents" else compute.memory_bound.forward - compute.never_repeated
     if work.job.framework.exact_memory_trace and kind.mixer in ("linear", "mamba"):
         cheap = cheap + compute.attention.forward
-    if policy in ("half", "alternate"):
-        share = selective_matmul_flops(work.job.model, policy) / matmul_flops(work.job.model)
-        return cheap + share * compute.matmul.forward
+    if repeated := operators.selective_matmuls(work.job, work.columns, kind):
+        return cheap + operators.matmul_passes(work.machine, repeated).forward
     if work.job.model.mla is not None:
         up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
         return cheap + operators.matmul_passes(work.machine, up).forward
@@ -224,7 +222,10 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, kind: Laye
         down = [matmul for matmul in compute.matmuls if matmul.name == operators.last_matmul(kind)]
         last = operators.matmul_passes(machine, down).forward
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
-    repeated = np.where(columns.is_("recompute", "selective"), _selective_recompute_s(work, compute, kind), repeated)
+    selective = _selective_recompute_s(work, compute, kind)
+    if job.framework.context == "flex":
+        selective = selective + context_passes.forward
+    repeated = np.where(columns.is_("recompute", "selective"), selective, repeated)
     repeated = repeated if recomputes else 0.0 * repeated
     layer = states.layer_parameters(job.model, columns, kind)
     elements, experts = layer.trunk, layer.experts

@@ -234,7 +234,7 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     entered = stage.count(_sublayers) - stage.count(_sublayers, kept=True)
     if stage.layout.recompute == "full":
         return entered, entered - stage.job.framework.stops_early * (stage.layers - stage.kept_layers)
-    if stage.layout.recompute == "selective" and stage.job.framework.selective == "alternate":
+    if stage.layout.recompute == "selective" and stage.job.framework.selective in states.ALTERNATE:
         return entered, 0  # reduce-scatters are kept, all-gathers are not
     return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0
 
@@ -358,8 +358,10 @@ def _first_layers(stage: Stage, most: int | None, in_fp8: bool) -> list[int]:
 
 
 def _repeated_weights(stage: Stage) -> Calls:
-    """Gradients of weights that several tp ranks hold and each of which saw a part, summed once a step."""
-    layout, model, g = stage.layout, stage.job.model, stage.last_gradient
+    """Gradients of weights that several tp ranks hold and each of which saw a part: summed once a step, or as they are made."""
+    layout, model, g, times = stage.layout, stage.job.model, stage.last_gradient, 1
+    if stage.job.framework.sums_in_backward:
+        g, times = compute_bytes(stage.job), layout.gas
     adapters = None if stage.job.adapter_rank is None else states.adapter_weights(stage.job)
     if adapters is None:
         partial = g * states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
@@ -370,14 +372,14 @@ def _repeated_weights(stage: Stage) -> Calls:
         whole = [weight for weight in adapters if weight.cut == "none" and layout.sequence_parallel]
         partial = g * stage.layers * states.on_tp_rank(whole, model, stage.row, stage.shards)
     if float(partial[0]):
-        yield transfer(stage.machine, "tensor", "all_reduce", partial, stage.work.places.tensor), 1
+        yield transfer(stage.machine, "tensor", "all_reduce", partial, stage.work.places.tensor), times
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
         attention = weights.attention(model) if adapters is None else adapters
         repeated = [weight for weight in attention if weight.cut == "kv rows"]
         each = stage.attention_layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
-        yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), 1
+        yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), times
 
 
 def _forwards(stage: Stage, layers: int, kept: int) -> int:
@@ -392,7 +394,14 @@ def _context(stage: Stage) -> Calls:
     around = communication.context_traffic(stage.work, attention)
     layers = stage.attention_layers
     forwards, backwards = layout.gas * _forwards(stage, layers, stage.kept_attention_layers), layout.gas * layers
-    if layout.context_parallel == "allgather":
+    if job.framework.context == "flex":
+        recomputed = 0 if layout.recompute == "none" else layers - stage.kept_attention_layers
+        yield around.gather, layout.gas * (layers + recomputed)
+        yield around.scatter, backwards
+    elif job.framework.context != "layout":
+        yield around.gather, forwards + (backwards if job.framework.context == "ring" else 0)
+        yield around.gradients, layout.cp * backwards
+    elif layout.context_parallel == "allgather":
         yield around.gather, forwards + backwards
         yield around.scatter, backwards
     elif layout.context_parallel == "ulysses":
@@ -518,10 +527,12 @@ def _zero(stage: Stage) -> Calls:
     piped = layout.pp > 1 and job.framework.accumulation == "unsharded-in-pipelines"
     kept = piped and layout.keep_gathered  # until all gradients are reduced
     gathers = {1: 1, 2: 1, 3: 1 if kept else layout.gas * (1 if layout.keep_gathered else 2)}[layout.zero]
+    if piped and not layout.keep_gathered and layout.zero == 3:  # a backward leaves them gathered for the next forward
+        gathers = layout.gas + 1
     scatters = 1 if layout.zero == 1 or piped or job.framework.accumulation == "unsharded" else layout.gas
     if layout.shards > 1:
         if job.framework.head_gathers and layout.zero == 3:
-            yield from _gathers_by_group(stage, gathers)
+            yield from _by_group(stage, gathers, piped)
         elif job.framework.live_parameters and layout.zero == 3:
             # Backward gathers what forward has freed.
             freed = np.maximum(0.0, params.trunk - job.framework.live_parameters)
@@ -572,19 +583,45 @@ def _zero(stage: Stage) -> Calls:
             yield transfer(stage.machine, "zero", "all_reduce", own, stage.work.places.replica), times
 
 
-def _gathers_by_group(stage: Stage, gathers: int) -> Calls:
-    """Where head and final norm are an FSDP group of their own, or with a tied embedding. A loss that comes with its gradients
-    reduces a tied head apart from the embedding.
+def _by_group(stage: Stage, gathers: int, piped: bool) -> Calls:
+    """Where head and final norm are an FSDP group of their own, or with a tied embedding: gathers, and reductions beside those
+    of the trunk. `piped`: a pipeline's, which reduce in a step's last backward and leave gathered what a backward has gathered.
     """
     job, params, gas, row = stage.job, stage.params, stage.layout.gas, stage.row
-    head = states.on_tp_rank([weights.vocabulary(job.model), weights.norm(job.model)], job.model, row, stage.shards)
-    head = np.where(stage.head, head, 0.0)
-    of_head = communication.ZeroTraffic(stage.work, head, params.experts)
-    yield communication.ZeroTraffic(stage.work, params.trunk - head, params.experts).gather, gathers
-    if stage.head:
-        yield of_head.gather, gas * job.framework.head_gathers
-        if job.model.tied_embeddings and stage.embedding and job.framework.loss in activations.CHUNKED_GRADIENTS:
-            yield of_head.scatter, gas
+    norm, vocabulary = (
+        np.where(stage.head, states.on_tp_rank([weight], job.model, row, stage.shards), 0.0)
+        for weight in (weights.norm(job.model), weights.vocabulary(job.model))
+    )
+    of_norm, of_vocabulary, of_head, others = (
+        communication.ZeroTraffic(stage.work, elements, params.experts)
+        for elements in (
+            norm,
+            vocabulary,
+            norm + states.gathered_vocabularies(job, row) * vocabulary,
+            params.trunk - norm - vocabulary,
+        )
+    )
+    yield others.gather, gathers
+    if not stage.head:
+        return
+    times = job.framework.head_gathers
+    yield of_head.gather, max(gathers, 1 + gas * (times - 1)) if piped else gas * times
+    if job.framework.loss in activations.CHUNKED_GRADIENTS:  # the head's are reduced with the loss
+        if piped:
+            yield of_vocabulary.scatter, gas - 1
+            yield of_norm.scatter, _backward_runs(stage) - 1
+        elif job.model.tied_embeddings and stage.embedding:
+            yield of_vocabulary.scatter, gas
+
+
+def _backward_runs(stage: Stage) -> int:
+    """How often backwards of the last stage follow its forwards: what they leave is reduced with the next loss."""
+    layout = stage.layout
+    schedule = build(layout.schedule, layout.pp, layout.gas, layout.virtual_stages)
+    last = layout.pp * layout.virtual_stages - 1
+    kinds = [action.kind for action in schedule.actions[stage.index] if action.stage == last]
+    kinds = [kind for kind in kinds if kind is not ActionKind.W]
+    return sum(before is ActionKind.F and kind is not ActionKind.F for before, kind in pairwise(kinds))
 
 
 def _scattered(stage: Stage, scatters: int, experts: bool = False) -> Iterator[tuple[Array, int]]:

@@ -118,6 +118,12 @@ def _data_ranks(s: SettingsReader) -> int:
     return replicate * shard
 
 
+def _resharding(p: PlanFields) -> str:
+    """`default` frees after forward without a pipeline, as `always` does, but for the head, which backward needs at once."""
+    again = p.layout.zero == 3 and not p.layout.keep_gathered
+    return "default" if again == (p.layout.pp == 1) else "always" if again else "never"
+
+
 def _sharding(s: SettingsReader) -> Fields:
     (replicate, shard), cp = _degrees(s), s["layout.cp"]
     policies = {"default": s["layout.pp"] == 1, "always": True, "never": False}
@@ -214,7 +220,7 @@ def _table(style: str) -> tuple[Setting, ...]:
         Setting(f"{_CUT}data_parallel_shard_degree", write=lambda p: _replicas(p.layout)[1]),
         Setting(
             f"{_CUT}fsdp_reshard_after_forward",
-            write=lambda p: "always" if p.layout.zero == 3 and not p.layout.keep_gathered else "never",
+            write=_resharding,
             read=_sharding,
         ),
         row.whole(f"{_CUT}tensor_parallel_degree", "layout.tp", 1),

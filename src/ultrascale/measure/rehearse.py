@@ -20,7 +20,7 @@ from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
 from ultrascale.cost.memory.states import accumulates_nothing, delta_rule_kernels, uses_fused_blocks
-from ultrascale.cost.operators import adapter_matmuls, last_matmul, layer_matmuls
+from ultrascale.cost.operators import adapter_matmuls, last_matmul, layer_matmuls, selective_matmuls
 from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
 from ultrascale.launch.machine import cores
@@ -401,6 +401,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
             stops_early = job.framework.stops_early and model.norm_placement == "pre"
             down = 0.0 if moe or not stops_early else matmuls.get(last_matmul(kind), 0.0)
             again = sum(matmuls.values()) + of_scores + adapters - down
+        elif layout.recompute == "selective" and (repeated := selective_matmuls(job, row, kind)):
+            again = float(sum(np.sum(matmul.flops) for matmul in repeated))
         elif layout.recompute == "selective" and frozen:
             again = sum(found for name, found in beside if name == "adapter up")
         elif layout.recompute == "selective" and moe:

@@ -167,6 +167,8 @@ class OperatorCounter(LiveBytes, ABC):  # type: ignore[no-untyped-call]
             kind, whole = found
             pair = func.namespace == "cplib"
             buffers = result if whole == "result" else args[:2] if pair else args[0]
+            if func._opname == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank, as torch's rings send
+                kind = "send_recv"
             for buffer in buffers if pair else (buffers,):
                 self._add_call(kind, resolve_group(args[-1]), buffer)
 

@@ -38,10 +38,11 @@ class Framework(BaseModel):
         "flash",
         description="the kernel; plain writes scores out, plain-fused scales, masks and softmaxes in one pass",
     )
-    selective: Literal["cheap", "half", "alternate", "modules", "attention"] = Field(
+    selective: Literal["cheap", "half", "alternate", "alternate-unjoined", "modules", "attention"] = Field(
         "cheap",
         description="what selective recomputation repeats: cheap operators; half the GEMMs too; of a dense layer's GEMMs every "
-        "second in the order of calls, attention's output and up (torchtitan from 0.3 on); Megatron's modules "
+        "second in the order of calls, attention's output and up (torchtitan from 0.3 on), and where q, k and v are GEMMs of "
+        "their own k too (alternate-unjoined, torchtitan until 0.2); Megatron's modules "
         "(mla_up_proj of latent attention, layernorm and moe_act of other models with experts, core_attn of dense ones); or "
         "attention alone (core_attn of every model)",
     )
@@ -146,8 +147,17 @@ class Framework(BaseModel):
     gathered_inputs: bool = Field(
         False, description="with sequence parallelism GEMMs keep their gathered inputs, which backward does not gather again"
     )
-    keeps_gathered_keys: bool = Field(
-        False, description="context parallelism gathers keys and values of the whole sequence, and keeps them (torch's)"
+    sums_in_backward: bool = Field(
+        False,
+        description="gradients of weights that several tp ranks hold, such as norms', are summed over these in every backward, "
+        "before ZeRO reduces them (DTensor's); else once a step",
+    )
+    context: Literal["layout", "ring", "ring-compiled", "flex"] = Field(
+        "layout",
+        description="how keys and values travel under context parallelism: as the layout says; ring, torch's: gathered for "
+        "forward and for backward (compiled: once, and kept), which passes their gradients on in fp32, as many times as there "
+        "are ranks; flex, torch's for FlexAttention: gathered for forward, which every recomputation repeats, and kept, their "
+        "gradients reduce-scattered",
     )
     autocast: bool = Field(
         False,
@@ -189,6 +199,11 @@ class Framework(BaseModel):
     @property
     def tensor_overlap(self) -> float:
         return self.overlap if self.transformer_engine and self.tp_comm_overlap else 0.0
+
+    @property
+    def compiles(self) -> bool:
+        """Layers, so that selective recomputation does not repeat what leads to kept tensors alone."""
+        return not self.eager_activation
 
     @property
     def stops_early(self) -> bool:

@@ -13,7 +13,16 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
 from ultrascale.cost.flops import MAMBA_SEGMENT, windows
-from ultrascale.cost.memory.states import FP32, compute_bytes, eager, operand_bytes, selective_policy, uncut, uses_fused_blocks
+from ultrascale.cost.memory.states import (
+    ALTERNATE,
+    FP32,
+    compute_bytes,
+    eager,
+    operand_bytes,
+    selective_policy,
+    uncut,
+    uses_fused_blocks,
+)
 from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 
@@ -161,9 +170,11 @@ def attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
         if model.mla is None:  # fewer kv heads than ranks to spread them over
             copied = 2 * b * tokens * model.kv_dim / kv_cut * (columns.key_copies(model.kv_heads) - 1)
             latents["copies of k, v"] = np.where(switches, copied, 0.0)
-    if model.mla is None and job.framework.keeps_gathered_keys:
-        gathered = 2 * b * tokens * model.kv_dim / kv_cut * columns.cp
-        latents["gathered k, v"] = np.where((columns.cp > 1) & ~switches, gathered, 0.0)
+    if model.mla is None and job.framework.context in ("ring-compiled", "flex"):  # flex keeps none beside them
+        gathered = 2 * b * tokens * model.kv_dim / kv_cut * (columns.cp - (job.framework.context == "flex"))
+        latents["gathered k, v"] = np.where(columns.cp > 1, gathered, 0.0)
+    if job.framework.context == "ring":  # by heads, for attention's backward, and as the next GEMM takes it
+        latents["merged output"] = np.where(columns.cp > 1, output, 0.0)
     if model.attention_gate:  # after its sigmoid, and the output that it has weighed
         latents["attention gate"] = latents["gated attention output"] = b * tokens * model.q_dim / tp
     heads = tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
@@ -251,7 +262,7 @@ _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
 _DROPPED: dict[str, tuple[str, ...]] = {
     "cheap": _CHEAP,
     "half": _CHEAP,
-    "alternate": (*_CHEAP, "mlp norm", "q, k before norm"),
+    **dict.fromkeys(ALTERNATE, (*_CHEAP, "mlp norm", "q, k before norm", "merged output")),
     "latents": ("q, k, v",),
     "experts": ("mlp input", "expert activation"),
     "attention": (),  # flash attention's output is the next GEMM's input
@@ -274,6 +285,8 @@ def _apply_policy(
     if job.framework.exact_memory_trace:  # selective recomputation keeps matmuls, which are not normed yet
         dropped = (*dropped, "q, k before norm", "shared output", "gated attention output")
         dropped = (*dropped, "linear attention", "mamba", "gated output")
+    if job.framework.context == "flex":
+        dropped = (*dropped, "gathered k, v")
     fused = uses_fused_blocks(job, columns)  # compute cheap operators again, whatever the policy
     plain = selective & ~fused
     keeps = {name: ~full & ~(plain & (name in dropped)) & ~(fused & (name in _CHEAP)) for name in modules}
@@ -284,7 +297,11 @@ def _apply_policy(
         # Every second matmul is computed again; attention's own output is always kept.
         for name in _MATMULS & kept.keys():
             kept[name] = np.where(selective, 0.5 * kept[name], kept[name])
-    if job.framework.selective == "alternate" and "mlp matmuls" in kept:
+    if job.framework.selective == "alternate-unjoined" and job.model.mla is None and "q, k, v" in kept:
+        again = (columns.cp == 1) | (job.framework.context != "ring-compiled")  # else keys are kept
+        keys = compute_bytes(job) * columns.tokens(job.seq) * job.model.kv_dim / np.minimum(columns.tp, job.model.kv_heads)
+        kept["q, k, v"] = kept["q, k, v"] - np.where(selective & again, keys, 0.0)
+    if job.framework.selective in ALTERNATE and "mlp matmuls" in kept:
         kept["mlp matmuls"] = np.where(selective, kept["mlp matmuls"] / (1 + job.model.gated), kept["mlp matmuls"])
         # Results of reduce-scatters are kept too, and operator by operator those of the last GEMM, which nothing needs.
         scattered = np.where(columns.sequence_cut > 1, residual, 0.0)
@@ -405,8 +422,10 @@ def _head_chunked_gradients(job: Job, columns: LayoutColumns) -> HeadActivations
     wide = tokens * job.model.hidden
     hidden = norm_bytes(job) * wide / columns.sequence_cut + (2 * b + FP32) * wide
     logits = tokens / CHUNKS * job.model.vocab / columns.tp
-    # Over a cut vocabulary: shifted logits, zeros, softmax and gradient; else log-softmax and two gradients.
-    in_fp32 = np.where(columns.tp > 1, 4, 3) * FP32 + b
-    peak = hidden + (in_fp32 if job.framework.loss == "chunked-gradients-fp32" else 2 * b) * logits
+    # Over a cut vocabulary, where torch's loss is not compiled: shifted logits, softmax and gradient, operator by operator
+    # zeros too; else log-softmax and two gradients, or compiled the gradient in the compute format.
+    compiled = job.framework.loss == "chunked-gradients"
+    each = np.where(columns.tp > 1, (3 if compiled else 4) * FP32 + b, 2 * b if compiled else 3 * FP32 + b)
+    peak = hidden + each * logits
     saved = norm_bytes(job) * wide / columns.sequence_cut + b * wide
     return HeadActivations(np.asarray(saved), np.asarray(peak), np.asarray(peak), np.asarray(hidden + b * logits))

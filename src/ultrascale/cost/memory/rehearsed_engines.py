@@ -15,7 +15,7 @@ import numpy as np
 from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import CHUNKED_GRADIENTS
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
-from ultrascale.cost.memory.states import FP32, autocast, compute_bytes, gradient_bytes
+from ultrascale.cost.memory.states import FP32, autocast, compute_bytes, gathered_vocabularies, gradient_bytes
 from ultrascale.specs.blocks import LayerKind
 
 
@@ -55,13 +55,17 @@ def _head(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     at_reduce = chunk.head.backward if with_gradients else 3 * chunk.residual
     yield activation("hidden states and their gradient", head * at_reduce, event.HEAD_REDUCE, event.LAYER_BACKWARD)
     gathers = _gathers(chunk) & (framework.live_parameters == 0)
-    yield buffer("gathered head", np.where(gathers, b * weight, 0.0), event.LOSS_FORWARD, event.HEAD_REDUCE)
+    whole = np.where(gathers, b * gathered_vocabularies(chunk.job, columns) * weight, 0.0)
+    yield buffer("gathered head", whole, event.LOSS_FORWARD, event.HEAD_REDUCE)
     # A head whose loss comes without gradients is freed before its gradient is reduced, while the next layer is gathered.
     at_hand = weight if with_gradients else np.minimum(1, chunk.share.layers) * chunk.rank_params.block
     yield buffer("gathered head or layer", np.where(gathers, b * at_hand, 0.0), event.HEAD_REDUCE, event.LAYER_BACKWARD)
     if with_gradients:
         yield buffer("sum of the head's gradients", g * weight, event.LOSS_FORWARD, event.LAYER_BACKWARD)
     fsdp = _is_fsdp(chunk)
+    if framework.loss == "chunked-gradients":  # logits written out in fp32 are fuller before
+        fresh = np.where(columns.tp == 1, b * weight, 0.0)
+        yield buffer("a chunk's gradient of the head", fresh, event.LOSS, event.HEAD_REDUCE)
     fresh = np.where(fsdp & (not with_gradients), b * weight, 0.0)
     reduced = np.where(fsdp, g * weight, 0.0)
     yield buffer("head's fresh weight gradient", fresh, event.HEAD_REDUCE, event.LAYER_BACKWARD)
@@ -109,9 +113,10 @@ def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     embedding = _embedding(chunk)
     with_embedding = np.where(gathers, b * (block + embedding), 0.0)
     yield buffer("gathered layer and embedding", with_embedding, event.FIRST_LAYER, event.EMBEDDING)
-    fresh = np.where(_adds_whole_gradients(chunk), b, 0.0) * embedding
-    whole = np.where(fsdp, (np.where(gathers, b, 0) + b + g) * embedding, fresh)
-    yield buffer("gathered embedding, its gradient and reduce-scatter input", whole, event.EMBEDDING, event.BACKWARD_END)
+    # The gathered embedding is freed before its gradient is reduced.
+    fresh = np.where(_adds_whole_gradients(chunk) | (fsdp & ~_sums_whole_gradients(chunk)), b, 0.0) * embedding
+    whole = fresh + np.where(fsdp, (g + g / columns.shards) * embedding, 0.0)
+    yield buffer("embedding's gradient, reduce-scatter input and output", whole, event.EMBEDDING, event.BACKWARD_END)
     yield activation("freed", saved - chunk.saved, event.FIRST_LAYER, event.EMBEDDING)
     yield activation("freed", -chunk.saved, event.EMBEDDING, event.END)
 
@@ -178,7 +183,12 @@ def _is_fsdp(chunk: ChunkMemory) -> Array:
 
 def _adds_whole_gradients(chunk: ChunkMemory) -> Array:
     """In place of reducing them, which waits for a step's last backward."""
-    waits = chunk.job.framework.accumulation == "unsharded-in-pipelines" and not chunk.last_backward
+    return _sums_whole_gradients(chunk) & (not chunk.last_backward)
+
+
+def _sums_whole_gradients(chunk: ChunkMemory) -> Array:
+    """Of all micro-batches, in fp32."""
+    waits = chunk.job.framework.accumulation == "unsharded-in-pipelines"
     return np.asarray(_is_sharded(chunk) & waits & (chunk.columns.pp > 1) & (chunk.columns.gas > 1))
 
 

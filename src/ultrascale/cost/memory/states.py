@@ -16,6 +16,7 @@ from ultrascale.specs.training import FP8_MULTIPLE, FP8_TOKENS
 from ultrascale.specs.weights import WeightShape, embedding, layer_weights, mlp, norm, positions, router_bias, vocabulary
 
 FP32 = 4
+ALTERNATE = ("alternate", "alternate-unjoined")  # selective recomputation of every second GEMM
 DELTA_RULE_WIDTHS = (64, 128)  # of a head's keys and values, for our GPU kernels
 
 
@@ -95,6 +96,11 @@ def delta_rule_problem(job: Job) -> str | None:
     if not set(widths) <= set(DELTA_RULE_WIDTHS):
         return f"keys and values of a head are {widths[0]} and {widths[1]} wide: they take {DELTA_RULE_WIDTHS}"
     return None
+
+
+def gathered_vocabularies(job: Job, columns: LayoutColumns) -> Array:
+    """Of the matrices that FSDP gathers with the head: DTensor distributes a tied one twice, and both are gathered."""
+    return np.where(job.framework.sums_in_backward & job.model.tied_embeddings & (columns.tp > 1), 2, 1)
 
 
 def eager(job: Job, columns: LayoutColumns) -> Array:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ultrascale.cost.estimate import estimate
-from ultrascale.cost.flops import selective_matmul_flops
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.foreign.request import NOT_COMPILED, ForeignEngine, ForeignRehearsal, ForeignRequest
 from ultrascale.measure.rehearse import MemoryRoom, RehearsedTerm, predicted_flops, without_imbalance
 from ultrascale.specs.framework import Framework
-from ultrascale.specs.job import Job
-from ultrascale.specs.layout import Layout
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import GIB
-
-if TYPE_CHECKING:
-    from ultrascale.parallel.mesh import RankCoordinates
 
 
 @dataclass(frozen=True)
@@ -63,24 +56,10 @@ def compared(plan: Plan, engine: ForeignEngine, found: ForeignRehearsal) -> Plan
     memory = {owner: sum(found.memory.get(one, 0) for one in owner.split(", ")) for owner in predicted}
     terms = [RehearsedTerm(owner, value, memory[owner], "B") for owner, value in owners]
     terms.append(RehearsedTerm("all", law.total - law.runtime, found.peak, "B"))
-    flops = engine_flops(job, layout, place, stage.layers)
-    terms.append(RehearsedTerm("FLOPs", flops, sum(found.flops.values()), "FLOP"))
+    terms.append(RehearsedTerm("FLOPs", predicted_flops(job, layout, place), sum(found.flops.values()), "FLOP"))
     sent = sum(one.bytes for one in of_stage(job, layout, ClusterRates(job), place.pp))
     terms.append(RehearsedTerm("sent", sent, sum(one.bytes for one in found.collectives), "sent"))
     planned, gpu = plan.estimate.memory[place.pp].memory.total / GIB, plan.job.cluster.gpu
     names = plan.job.framework.name, framework.name
     room = MemoryRoom(place.pp, found.peak / GIB, law.runtime / GIB, gpu.memory_gib, planned, *names)
     return PlanBeside(terms, room, gpu.name, engine.library and engine.eager is not None)
-
-
-def engine_flops(job: Job, layout: Layout, place: RankCoordinates, layers: int) -> float:
-    """Of a step on one rank, which has so many layers."""
-    return predicted_flops(job, layout, place) + _recomputed_flops(job, layout) * layers / job.model.layers
-
-
-def _recomputed_flops(job: Job, layout: Layout) -> float:
-    """Of all layers on one tp rank, where selective recomputation repeats GEMMs, as HFU counts it."""
-    if layout.recompute != "selective":
-        return 0.0
-    again = selective_matmul_flops(job.model, job.framework.selective)
-    return again * layout.mbs * layout.gas * job.seq / (layout.cp * layout.tp)
