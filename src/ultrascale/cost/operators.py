@@ -30,6 +30,7 @@ from ultrascale.specs.model import Model
 # multiplications with their sums for the gradients of bias and weight.
 SEPARATE_BIAS_FORWARD = 28
 SEPARATE_BIAS_BACKWARD = 40
+LATENT_MATMULS = ("q up", "kv up")  # the up-projections of latent attention
 # Of a layer's matmuls, shapes and numbers. A search has 18 times as many rows that differ in anything else.
 MATMULS_DEPEND_ON = ("tp", "cp", "ep", "mbs", "sequence_parallel", "expert_cut")
 
@@ -142,11 +143,13 @@ def last_matmul(kind: LayerKind) -> str:
 
 
 def selective_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Matmul]:
-    """Those that selective recomputation repeats: `half` of each or, `alternate`, every second of a dense layer in the order of
-    calls. Compiled code repeats none whose result is kept at the other end of a collective: attention's output after a
-    reduce-scatter, gathered keys.
+    """Those that selective recomputation repeats: the up-projections of latent attention (Megatron's), `half` of each, or every
+    second of a dense layer in the order of calls (`alternate`). Compiled code repeats none whose result is kept beyond a
+    collective: attention's output after a reduce-scatter, gathered keys.
     """
     model, policy, matmuls = job.model, selective_policy(job), layer_matmuls(job, columns, kind)
+    if policy == "latents":
+        return [matmul for matmul in matmuls if matmul.name in LATENT_MATMULS]
     if policy not in ("half", *ALTERNATE):
         return []
     if policy == "half" or model.moe is not None or model.mla is not None or not model.gated:

@@ -176,7 +176,7 @@ def _plain_selective_s(work: Workload, compute: LayerTime, kind: LayerKind) -> A
     if repeated := operators.selective_matmuls(work.job, work.columns, kind):
         return cheap + operators.matmul_passes(work.machine, repeated).forward
     if work.job.model.mla is not None:
-        up = [matmul for matmul in compute.matmuls if matmul.name in ("q up", "kv up")]
+        up = [matmul for matmul in compute.matmuls if matmul.name in operators.LATENT_MATMULS]
         return cheap + operators.matmul_passes(work.machine, up).forward
     return cheap
 
@@ -217,10 +217,10 @@ def _layer(work: Workload, inside: TensorTraffic, compute: LayerTime, kind: Laye
         compute = replace(compute, launch=host.launches_beyond_communication(compute.launch, tensor_passes + context_passes))
     forward = compute.total.forward + tensor_passes.forward + context_passes.forward + expert_passes.forward
     last = NOTHING
-    if job.framework.stops_early and not moe:
+    if not moe:
         # torch.utils.checkpoint stops at the last tensor that backward asks for; a layer's output is not among them.
         down = [matmul for matmul in compute.matmuls if matmul.name == operators.last_matmul(kind)]
-        last = operators.matmul_passes(machine, down).forward
+        last = np.where(states.stops_early(job, columns), operators.matmul_passes(machine, down).forward, 0.0)
     repeated = np.where(columns.is_("recompute", "full"), forward - last, 0.0)
     selective = _selective_recompute_s(work, compute, kind)
     if job.framework.context == "flex":

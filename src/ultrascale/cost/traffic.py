@@ -233,7 +233,7 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     """
     entered = stage.count(_sublayers) - stage.count(_sublayers, kept=True)
     if stage.layout.recompute == "full":
-        return entered, entered - stage.job.framework.stops_early * (stage.layers - stage.kept_layers)
+        return entered, entered - int(states.stops_early(stage.job, stage.row)[0]) * (stage.layers - stage.kept_layers)
     if stage.layout.recompute == "selective" and stage.job.framework.selective in states.ALTERNATE:
         return entered, 0  # reduce-scatters are kept, all-gathers are not
     return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0

@@ -19,7 +19,13 @@ from ultrascale.cost.columns import LayoutColumns, rows_of
 from ultrascale.cost.estimate import estimate
 from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.memory.estimate import most_gradients, peaks
-from ultrascale.cost.memory.states import accumulates_nothing, delta_rule_kernels, uses_fused_blocks
+from ultrascale.cost.memory.states import (
+    accumulates_nothing,
+    delta_rule_kernels,
+    selective_policy,
+    stops_early,
+    uses_fused_blocks,
+)
 from ultrascale.cost.operators import adapter_matmuls, last_matmul, layer_matmuls, selective_matmuls
 from ultrascale.cost.stages import LayoutRows
 from ultrascale.cost.traffic import of_stage
@@ -398,13 +404,15 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
-            stops_early = job.framework.stops_early and model.norm_placement == "pre"
-            down = 0.0 if moe or not stops_early else matmuls.get(last_matmul(kind), 0.0)
+            early = bool(stops_early(job, row)[0]) and model.norm_placement == "pre"
+            down = 0.0 if moe or not early else matmuls.get(last_matmul(kind), 0.0)
             again = sum(matmuls.values()) + of_scores + adapters - down
         elif layout.recompute == "selective" and (repeated := selective_matmuls(job, row, kind)):
             again = float(sum(np.sum(matmul.flops) for matmul in repeated))
         elif layout.recompute == "selective" and frozen:
             again = sum(found for name, found in beside if name == "adapter up")
+        elif layout.recompute == "selective" and selective_policy(job) == "attention":
+            again = of_scores
         elif layout.recompute == "selective" and moe:
             again = matmuls.get("shared expert down", 0.0)
         elif layout.recompute == "selective" and fused:

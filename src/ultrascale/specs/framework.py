@@ -172,7 +172,9 @@ class Framework(BaseModel):
     unrotated_heads: bool = Field(False, description="the output of the q, k, v GEMM is kept beside rotated q and k")
     keeps_gradients: bool = Field(True, description="gradients stay allocated between steps, and are set to zero")
     early_stop: bool = Field(
-        False, description="full recomputation stops at the last tensor that backward needs; with exact_memory_trace it does"
+        False,
+        description="full recomputation stops at the last tensor that backward needs; with exact_memory_trace it does. With "
+        "live_parameters ZeRO-3 does not save it before the layer's last GEMM",
     )
     head_gathers: Literal[0, 1, 3] = Field(
         0,

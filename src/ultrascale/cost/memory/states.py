@@ -103,6 +103,14 @@ def gathered_vocabularies(job: Job, columns: LayoutColumns) -> Array:
     return np.where(job.framework.sums_in_backward & job.model.tied_embeddings & (columns.tp > 1), 2, 1)
 
 
+def stops_early(job: Job, columns: LayoutColumns) -> Array:
+    """Rows whose full recomputation ends before a layer's last GEMM, which no backward needs. The linear layers of DeepSpeed's
+    ZeRO-3 save their tensors after their GEMM (LinearFunctionForZeroStage3), so there it is repeated.
+    """
+    own_linears = (columns.zero == 3) & (job.framework.live_parameters > 0)
+    return np.asarray(job.framework.stops_early & ~own_linears)
+
+
 def eager(job: Job, columns: LayoutColumns) -> Array:
     """Layers that run operator by operator in an engine whose allocations were traced."""
     fused = compiled(job, columns) | uses_fused_blocks(job, columns)
