@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from ultrascale.cost import communication, muon, operators, stages
+from ultrascale.cost import communication, muon, operators, prefetch, stages
 from ultrascale.cost.columns import Array, LayoutColumns, RankShare
 from ultrascale.cost.hardware import ClusterRates, Workload
 from ultrascale.cost.memory import activations, states
@@ -534,10 +534,10 @@ def _zero(stage: Stage) -> Calls:
         if job.framework.head_gathers and layout.zero == 3:
             yield from _by_group(stage, gathers, piped)
         elif job.framework.live_parameters and layout.zero == 3:
-            # Backward gathers what forward has freed.
-            freed = np.maximum(0.0, params.trunk - job.framework.live_parameters)
-            yield moved.gather, layout.gas
-            yield communication.ZeroTraffic(stage.work, freed, params.experts).gather, layout.gas
+            found = prefetch.gathered_elements(job, stage.row)
+            yield communication.ZeroTraffic(stage.work, found.each_microbatch, params.experts).gather, layout.gas
+            yield communication.ZeroTraffic(stage.work, found.each_step, params.experts).gather, 1
+            gathers = 0  # experts are among these
         elif job.framework.states == "fp32" and layout.zero == 3:
             # The head stays gathered from forward to backward, which does not need the embedding.
             elements = stage.share.embedding * states.on_tp_rank(

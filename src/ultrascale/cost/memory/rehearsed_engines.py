@@ -16,6 +16,7 @@ from ultrascale.cost.columns import Array
 from ultrascale.cost.memory.activations import CHUNKED_GRADIENTS
 from ultrascale.cost.memory.chunk import ChunkMemory, MemoryPoint, TensorLifetime, activation, buffer, fullest, walk
 from ultrascale.cost.memory.states import FP32, autocast, compute_bytes, gathered_vocabularies, gradient_bytes
+from ultrascale.cost.prefetch import gathered_elements
 from ultrascale.specs.blocks import LayerKind
 
 
@@ -160,9 +161,13 @@ def _states(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
     yield TensorLifetime("gradients", "gradients", first, event.FIRST_LAYER, event.EMBEDDING)
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_END, event.END)
     if framework.live_parameters:
-        most = np.minimum(chunk.rank_params.total, framework.live_parameters)
-        live = np.where(_gathers(chunk), compute_bytes(chunk.job) * most, 0.0)
-        yield buffer("gathered parameters", live, event.LOSS_FORWARD, event.BACKWARD_END)
+        found = gathered_elements(chunk.job, columns)
+        at_loss, in_layers = (
+            np.where(_gathers(chunk), compute_bytes(chunk.job) * live, 0.0)
+            for live in (found.live_at_loss, found.live_in_layers)
+        )
+        yield buffer("gathered parameters", at_loss, event.LOSS_FORWARD, event.LAYER_BACKWARD)
+        yield buffer("gathered parameters", in_layers, event.LAYER_BACKWARD, event.BACKWARD_END)
     if framework.ddp_buckets:
         reduced = np.where((columns.zero == 0) & (columns.data_ranks > 1), gradients, 0.0)
         yield buffer("buckets of DDP", reduced, event.LOSS_FORWARD, event.END)
