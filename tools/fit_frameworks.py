@@ -286,7 +286,7 @@ def candidates(framework: Framework) -> dict[str, tuple[Any, ...]]:
 _WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers", "context")
 _FLAGS = (
     "eager_activation", "gathered_inputs", "autocast", "unrotated_heads", "keeps_gradients",
-    "early_stop", "ddp_buckets",
+    "early_stop", "ddp_buckets", "sliced_routing",
 )  # fmt: skip
 
 

@@ -132,13 +132,26 @@ def test_each_stage_reduces_its_own_parameters() -> None:
 
 
 def test_tp_sharded_experts_receive_tokens_of_every_tp_rank() -> None:
-    """Mixtral, ep 2 beside tp 2: our ranks route all tokens each, Megatron's their slices; counts of 8 experts besides."""
+    """Mixtral, ep 2 beside tp 2, 32 layers: our ranks route all tokens each, and tell each other counts of 8 experts.
+
+    Megatron's route their slices. Each of the rows has a weight in bf16 on its way to the experts, and both gradients come
+    back. The other tp rank's part of an expert gathers the rows that arrived, twice (forward, and gradients of the outputs),
+    with their weights once; as often they are scattered. Counts go to all 4 ranks, and those for the loss to 2.
+    """
     layout = Layout(tp=2, dp=2, ep=2)
-    rows = 2 * 2 * 32 * 1 / 2 * 2 * 4096 * 2 * 1.1 * 4096
-    counts = 32 * 8 * 8 / 2
-    assert bytes_of(sent("mixtral-8x7b", 4096, layout), "expert", "all_to_all") == pytest.approx(rows + counts)
+    rows = 32 * 4096 * 2 * 1.1
+    width, half = 2 * 4096, 1 / 2
+    found = sent("mixtral-8x7b", 4096, layout)
+    assert bytes_of(found, "expert", "all_to_all") == pytest.approx(4 * rows * width * half + 32 * 8 * 8 * half)
     sliced = sent("mixtral-8x7b", 4096, layout, framework=Framework.load("megatron-core"))
-    assert bytes_of(sliced, "expert", "all_to_all") == pytest.approx(rows / 2 + counts)
+    assert bytes_of(sliced, "expert", "all_to_all") == pytest.approx((4 * width + 2 * 2) * rows / 2 * half)
+    over_tp, counts = (2 * width + 2) * rows * half, 32 * 8 * 8 * 3
+    assert bytes_of(sliced, "expert", "all_gather") == pytest.approx(over_tp + counts)
+    assert bytes_of(sliced, "expert", "reduce_scatter") == pytest.approx(over_tp)
+    assert bytes_of(sliced, "expert", "all_reduce") == 32 * 8 * 8
+    # Attention alone enters and leaves the tp region: 33 times forward with the head, and the same of gradients.
+    regions = [bytes_of(one, "tensor", "reduce_scatter") / (4096 * width * half) for one in (found, sliced)]
+    assert regions == [2 * (2 * 32 + 1), 2 * (32 + 1)]
 
 
 @pytest.mark.parametrize(("stage", "together"), [(0, 0), (1, 1)])

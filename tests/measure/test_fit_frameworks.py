@@ -31,13 +31,8 @@ def tool() -> Any:
 OLD = ("torchtitan-0.2", "torchtitan-0.2-eager")
 PRESETS = ("torchtitan", "torchtitan-eager", "accelerate", "deepspeed", "megatron-local")
 TORCHTITAN = ("torchtitan", "torchtitan-eager", *OLD)
-FLOPS = {"deepspeed": 0.05, "megatron-local": 0.016, **dict.fromkeys(TORCHTITAN, 1e-12)}
-"""DeepSpeed's ZeRO-1 and 2 stop full recomputation early, and ZeRO-3 does not; Megatron's core_attn repeats flash attention"""
-SENT = {"deepspeed": 0.09, "megatron-local": 0.31}
-"""which parameters ZeRO-3 has freed when it needs them again depends on the order of its prefetches; Megatron
-cuts experts by tp, where the law sends whole tokens"""
 NUMBERS = 500
-"""bytes of norms and losses, which no technique sends"""
+"""bytes of norms, losses and overflows, which no technique sends"""
 
 
 @pytest.mark.parametrize("preset", PRESETS + OLD)
@@ -48,11 +43,10 @@ def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: A
     peaks = [abs(one.peak) for one in found]
     assert max(peaks) < 0.06
     assert sum(peaks) / len(peaks) < 0.04
-    assert max(abs(one.flops) for one in found) <= FLOPS.get(preset, 1e-4)
-    assert max(one.sent for one in found) <= SENT.get(preset, 1e-3)
+    assert max(abs(one.flops) for one in found) <= 1e-12
+    assert max(one.sent_bytes for one in found) < NUMBERS
     if preset in TORCHTITAN:
         assert max(map(abs, peaks)) < 0.025
-        assert max(one.sent_bytes for one in found) < NUMBERS
     lines = map(json.loads, (ROOT / "benchmarks" / "gpu" / "engines_h200.json").read_text().splitlines())
     on_gpu = {line["layout"]: line["peak_bytes"] for line in lines if "peak_bytes" in line}
     for (case, rehearsed), one in zip(rows, found, strict=True):

@@ -13,7 +13,7 @@ from ultrascale.cost.columns import LayoutColumns, Passes
 from ultrascale.cost.legality import check, legal_rows
 from ultrascale.cost.memory import activations
 from ultrascale.cost.memory.estimate import Peak, fragmentation, gathered_inputs, peaks, runtime
-from ultrascale.cost.memory.states import uses_fused_blocks
+from ultrascale.cost.memory.states import selective_policy, uses_fused_blocks
 from ultrascale.cost.operators import layer_matmuls
 from ultrascale.cost.ranges import estimate_range
 from ultrascale.cost.stages import LayoutRows, pipelines_s, views
@@ -162,7 +162,9 @@ def full_estimate(draft: DraftEstimate) -> Estimate:
     def hardware(causal: bool) -> float:
         recomputed = stages.recomputed_fraction(job, layout)
         fused = bool(uses_fused_blocks(job, view.row)[0])
-        again = flops.hardware_flops(job.model, job.seq, layout.recompute, job.attention, causal, recomputed, fused)
+        # Megatron's core_attn repeats the scores, whatever its kernel.
+        attention = "plain" if selective_policy(job) == "attention" else job.attention
+        again = flops.hardware_flops(job.model, job.seq, layout.recompute, attention, causal, recomputed, fused)
         if layout.recompute == "selective":
             again += recomputed * operators.selective_flops(job, view.row)
         return again

@@ -128,7 +128,8 @@ def layer_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Mat
     whole_experts = columns.tp / columns.expert_cut
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
     rows = tokens * model.moe.top_k * busiest / local / whole_experts
-    router = Matmul("router", tokens, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
+    sees = tokens / columns.sequence_cut if job.framework.sliced_routing else tokens
+    router = Matmul("router", sees, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
     matmuls += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
         matmuls += mlp_matmuls(model, "shared expert", tokens, model.moe.shared_expert_ffn / columns.tp)
@@ -297,7 +298,7 @@ def separate_biases(job: Job, columns: LayoutColumns, machine: ClusterRates, kin
     if not (moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
         return Passes()
     rows = moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
-    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.transformer_engine)
+    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.sliced_routing)
     return Passes(machine.stream_s(SEPARATE_BIAS_FORWARD * elements), machine.stream_s(SEPARATE_BIAS_BACKWARD * elements))
 
 

@@ -28,7 +28,7 @@ from ultrascale.cost.memory.states import (
     sharded_gradient_bytes,
     uses_fused_blocks,
 )
-from ultrascale.cost.network import CollectiveTransfer, Op, group, transfer
+from ultrascale.cost.network import CollectiveTransfer, CommGroup, Op, group, transfer
 from ultrascale.schedules import REGISTRY, ActionKind, build, stages_of
 from ultrascale.specs import weights
 from ultrascale.specs.blocks import LayerKind
@@ -126,6 +126,24 @@ class Stage:
         return self.count(lambda kind: 1, kept=True)
 
     @cached_property
+    def regions(self) -> int:
+        """Of tensor parallelism, which are entered and left: attention and MLP."""
+        return self.count(self._regions)
+
+    @cached_property
+    def kept_regions(self) -> int:
+        return self.count(self._regions, kept=True)
+
+    def _regions(self, kind: LayerKind) -> int:
+        """Experts that are sent a rank's slice are entered by what is sent (`_sliced_experts`), but for shared ones."""
+        outside = kind.has_experts and self.job.framework.sliced_routing and not self.has_shared_experts
+        return kind.sublayers - outside
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return self.job.model.moe is not None and bool(self.job.model.moe.shared_experts)
+
+    @cached_property
     def moe_layers(self) -> int:
         return self.count(lambda kind: kind.has_experts)
 
@@ -163,8 +181,10 @@ class Stage:
 
     @property
     def last_gradient(self) -> float:
-        """Bytes of an element's gradient when they are reduced at the end: ZeRO has cut it in parts, FSDP's are in fp32."""
-        if self.layout.zero and self.layout.shards > 1:
+        """Bytes of an element's gradient when they are reduced at the end: FSDP and ZeRO-2 have cut it in parts, FSDP's are
+        in fp32.
+        """
+        if self.cuts_gradients:
             return sharded_gradient_bytes(self.job) / self.layout.shards
         return gradient_bytes(self.job)
 
@@ -172,15 +192,16 @@ class Stage:
     def last_expert_gradient(self) -> float:
         """The same of routed experts, which fewer ranks share."""
         shards, _ = states.expert_slices(self.job.model, self.row, np.asarray([self.layout.shards]))
-        return self.last_gradient * (self.layout.shards / float(shards[0]) if self.layout.zero else 1)
+        return self.last_gradient * (self.layout.shards / float(shards[0]) if self.cuts_gradients else 1)
+
+    @property
+    def cuts_gradients(self) -> bool:
+        least = 1 if self.job.framework.states == "fp32" else 2
+        return self.layout.zero >= least and self.layout.shards > 1
 
 
 def _has_attention(kind: LayerKind) -> int:
     return int(kind.mixer == "attention")
-
-
-def _sublayers(kind: LayerKind) -> int:
-    return kind.sublayers
 
 
 def calls_of(stage: Stage) -> Calls:
@@ -190,7 +211,9 @@ def calls_of(stage: Stage) -> Calls:
         yield from _repeated_weights(stage)
     if layout.cp > 1:
         yield from _context(stage)
-    if layout.ep > 1 and stage.moe_layers:
+    if stage.moe_layers and stage.job.framework.sliced_routing:
+        yield from _sliced_experts(stage)
+    elif stage.moe_layers and layout.ep > 1:
         yield from _expert(stage)
     if layout.pp > 1:
         yield from _pipeline(stage)
@@ -231,7 +254,7 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     fused block has the input of gate and up gathered in backward anyway, unless its weight gradients are deferred.
     torch.utils.checkpoint stops before a layer's last collective, which no backward asks for.
     """
-    entered = stage.count(_sublayers) - stage.count(_sublayers, kept=True)
+    entered = stage.regions - stage.kept_regions
     if stage.layout.recompute == "full":
         return entered, entered - int(states.stops_early(stage.job, stage.row)[0]) * (stage.layers - stage.kept_layers)
     if stage.layout.recompute == "selective" and stage.job.framework.selective in states.ALTERNATE:
@@ -250,7 +273,7 @@ def _tensor(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
     inside = communication.tensor_traffic(stage.work)
     entered, left = _recompute_entries(stage)
-    regions = stage.count(_sublayers)
+    regions = stage.regions
     chunked = bool(activations.chunked_loss(job, stage.row)[0])
     head = 0 if chunked else stage.head
     frozen = job.adapter_rank is not None and job.framework.exact_memory_trace
@@ -261,7 +284,8 @@ def _tensor(stage: Stage) -> Calls:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
         gathered = job.framework.gathered_inputs
-        kept_slices = 0 if gathered or frozen else regions - stage.moe_layers
+        with_experts = 0 if job.framework.sliced_routing and not stage.has_shared_experts else stage.moe_layers
+        kept_slices = 0 if gathered or frozen else regions - with_experts
         gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered or frozen else 2) * head
         gathers -= unasked
         narrow = _narrow_gathers(stage)
@@ -417,7 +441,7 @@ def _context(stage: Stage) -> Calls:
         if count := stage.count(has_state):
             passes = count + _forwards(stage, count, stage.count(has_state, kept=True))
             yield communication.state_exchange(stage.work, mixer), layout.gas * passes
-    if stage.moe_layers and job.model.moe is not None:
+    if stage.moe_layers and job.model.moe is not None and not job.framework.sliced_routing:
         # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
         counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
         yield transfer(stage.machine, "context", "all_reduce", counts, stage.work.places.context), stage.moe_layers * layout.gas
@@ -439,6 +463,47 @@ def _expert(stage: Stage) -> Calls:
     # Each rank tells the others how many rows come.
     counts = np.asarray([COUNT_BYTES * moe.experts])
     yield transfer(stage.machine, "expert", "all_to_all", counts, stage.work.places.expert), forwards
+
+
+def _sliced_experts(stage: Stage) -> Calls:
+    """Where each tp rank routes its slice of the sequence: weights of the routing travel with the rows. Experts that tp cuts
+    gather the rows that arrived at any of its ranks, and their outputs are summed (Megatron-Core's token_dispatcher.py).
+    """
+    job, layout, row, moe = stage.job, stage.layout, stage.row, stage.job.model.moe
+    assert moe is not None
+    backwards = layout.gas * stage.moe_layers
+    forwards = layout.gas * _forwards(stage, stage.moe_layers, stage.kept_moe_layers)
+    b, cut, places = compute_bytes(job), int(row.expert_cut[0]), stage.work.places
+    ranks = layout.ep * cut
+    everywhere = places.expert if cut == 1 else group(np.asarray([ranks]), np.asarray([1]), stage.machine.cluster)
+    tokens = row.tokens(job.seq) / row.routed_cut(sliced=True)
+
+    def sent(op: Op, size: Array, among: CommGroup) -> CollectiveTransfer:
+        return transfer(stage.machine, "expert", op, size, among)
+
+    def gathered(rows: Array, width: int, weights: int, among: CommGroup) -> Calls:
+        """Rows and what routing says of each, forward; their gradients are scattered."""
+        yield sent("all_gather", b * rows * width, among), forwards + backwards
+        yield sent("reduce_scatter", b * rows * width, among), forwards + backwards
+        yield sent("all_gather", weights * rows, among), forwards
+
+    if layout.dispatcher == "allgather":
+        # With each token's weights and choices of all experts.
+        yield from gathered(tokens * ranks, job.model.hidden, (1 + b) * moe.experts, everywhere)
+        yield sent("reduce_scatter", b * tokens * ranks * moe.experts, everywhere), backwards
+    else:
+        rows = tokens * moe.top_k * job.cluster.efficiency.expert_imbalance
+        all_to_all = communication.expert_traffic(stage.work).all_to_all
+        yield all_to_all, communication.ALL_TO_ALLS * (forwards + backwards)
+        yield sent("all_to_all", b * rows, places.expert), forwards + backwards
+        yield sent("all_gather", COUNT_BYTES * moe.experts * ranks + 0 * rows, everywhere), forwards
+        if cut > 1:
+            yield from gathered(cut * rows, job.model.hidden, b, places.tensor)
+            yield sent("reduce_scatter", b * cut * rows, places.tensor), backwards
+    # How often each expert was chosen, for a loss that balances them.
+    counts = np.asarray([COUNT_BYTES * moe.experts * (layout.mbs if moe.router_bias else 1)])
+    together = group(row.tp * row.cp, np.asarray([1]), stage.machine.cluster)
+    yield sent("all_reduce", counts, together), backwards
 
 
 def hops(layout: Layout, stage: int) -> int:

@@ -125,8 +125,13 @@ class Framework(BaseModel):
     transformer_engine: bool = Field(
         False,
         description="Megatron-Core's layers: fp8 GEMMs keep their inputs in fp8, queries and keys are kept before their norm; "
-        "each tp rank routes its slice of the sequence, scores and routing maps take 17 bytes a token and expert, "
+        "scores and routing maps take 17 bytes a token and expert, "
         "routing weighs activations instead of experts' outputs, and experts' biases are added in fp32 after the GEMMs",
+    )
+    sliced_routing: bool = Field(
+        False,
+        description="each tp rank routes its slice of the sequence, and experts that tp cuts gather the rows that arrived at "
+        "its ranks (Megatron-Core); else each has all tokens and sends them to its part of the experts",
     )
     tp_comm_overlap: bool = Field(
         True, description="with transformer_engine: a dense layer's tensor-parallel communication overlaps its matmuls"

@@ -232,7 +232,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
     routed = tokens * moe.top_k * busiest
     wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
-    sliced = job.framework.transformer_engine
+    sliced = job.framework.sliced_routing
     travelling = routed * model.hidden / columns.routed_cut(sliced)
     plain = eager(job, columns)
     # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.

@@ -341,8 +341,8 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     yield "keys and values of other ranks", _context_buffers(chunk)
     if model.moe is not None:
         routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
-        sent = routed / columns.routed_cut(job.framework.transformer_engine)
-        gathered = wide * columns.ep / columns.routed_cut(job.framework.transformer_engine)
+        sent = routed / columns.routed_cut(job.framework.sliced_routing)
+        gathered = wide * columns.ep / columns.routed_cut(job.framework.sliced_routing)
         sent = np.where(columns.is_("dispatcher", "allgather"), gathered, sent)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
     if job.framework.expert_overlap == "microbatches":
