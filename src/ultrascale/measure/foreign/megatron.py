@@ -195,6 +195,7 @@ def _model_config(given: Mapping[str, Any]) -> Any:
         virtual_pipeline_model_parallel_size=_virtual_stages(given),
         overlap_p2p_comm=_virtual_stages(given) is not None,  # as Megatron-LM sets them
         batch_p2p_comm=_virtual_stages(given) is None,
+        deallocate_pipeline_outputs=True,
         layernorm_epsilon=float(given["norm_epsilon"]),
         add_bias_linear="disable_bias_linear" not in given,
         gated_linear_unit="swiglu" in given,
