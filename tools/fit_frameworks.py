@@ -275,19 +275,18 @@ def _store(preset: str, rows: Sequence[tuple[Case, ForeignRehearsal]]) -> None:
 # ------------------------------------------------------------------------------------------------------------------ the fit
 
 
-def candidates(framework: Framework) -> dict[str, tuple[Any, ...]]:
-    """Values of the fields that are fitted. Buckets and live parameters are settings of DeepSpeed, read from its defaults."""
-    words = {name: get_args(Framework.model_fields[name].annotation) for name in _WORDS}
-    if framework.engine == "megatron":  # of a layout's stages, and what its export can say
-        words.pop("selective")
-    return {**words, **dict.fromkeys(_FLAGS, (False, True)), "reduce_bucket": (0, 5e8), "live_parameters": (0, 1e9)}
-
-
-_WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers", "context")
+_WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers", "context", "stage_split")
 _FLAGS = (
     "eager_activation", "gathered_inputs", "autocast", "unrotated_heads", "keeps_gradients",
-    "early_stop", "ddp_buckets", "sliced_routing",
+    "early_stop", "ddp_buckets", "sums_in_backward", "sliced_routing", "foreach_optimizer",
 )  # fmt: skip
+CANDIDATES: dict[str, tuple[Any, ...]] = {
+    **{name: get_args(Framework.model_fields[name].annotation) for name in _WORDS},
+    **dict.fromkeys(_FLAGS, (False, True)),
+    "reduce_bucket": (0, 5e8),
+    "live_parameters": (0, 1e9),
+}
+"""values of the fields that are fitted; buckets and live parameters are settings of DeepSpeed, here with its defaults"""
 
 
 @dataclass(frozen=True)
@@ -379,7 +378,7 @@ def main() -> None:
     if not rows:
         parser.error(f"no rehearsals of {given.preset} are stored: try --rehearse")
     now = Framework.load(given.preset)
-    start, values = Framework.load(given.start or given.preset), candidates(now)
+    start, values = Framework.load(given.start or given.preset), CANDIDATES
     print(f"{len(rows)} rehearsals, {start.name} as it is: cost {cost(start, rows):.4f}")
     fitted = fit(start, rows, values)
     for field in values:

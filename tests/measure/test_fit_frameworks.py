@@ -30,7 +30,8 @@ def tool() -> Any:
 
 OLD = ("torchtitan-0.2", "torchtitan-0.2-eager")
 PRESETS = ("torchtitan", "torchtitan-eager", "accelerate", "deepspeed", "megatron-local")
-TORCHTITAN = ("torchtitan", "torchtitan-eager", *OLD)
+PEAK = {"accelerate": 0.041, "deepspeed": 0.001, "megatron-local": 0.02}
+"""DDP under autocast keeps norms' outputs in fp32; what Megatron's interleaved schedule holds of sends and receives"""
 NUMBERS = 500
 """bytes of norms, losses and overflows, which no technique sends"""
 
@@ -41,12 +42,10 @@ def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: A
     assert [str(case) for case, _ in rows] == [str(case) for case in tool.GRIDS[preset]]
     found = [tool.difference(framework, case, rehearsed) for case, rehearsed in rows]
     peaks = [abs(one.peak) for one in found]
-    assert max(peaks) < 0.06
-    assert sum(peaks) / len(peaks) < 0.04
+    assert max(peaks) < PEAK.get(preset, 0.025)
+    assert sum(peaks) / len(peaks) < min(0.01, PEAK.get(preset, 0.01))
     assert max(abs(one.flops) for one in found) <= 1e-12
     assert max(one.sent_bytes for one in found) < NUMBERS
-    if preset in TORCHTITAN:
-        assert max(map(abs, peaks)) < 0.025
     lines = map(json.loads, (ROOT / "benchmarks" / "gpu" / "engines_h200.json").read_text().splitlines())
     on_gpu = {line["layout"]: line["peak_bytes"] for line in lines if "peak_bytes" in line}
     for (case, rehearsed), one in zip(rows, found, strict=True):
@@ -54,6 +53,14 @@ def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: A
         if measured is not None:
             assert rehearsed.peak / measured - 1 == pytest.approx(0, abs=0.014)
             assert rehearsed.peak * (1 + one.peak) / measured - 1 == pytest.approx(0, abs=0.028)
+
+
+def test_no_field_of_memory_or_traffic_is_set_by_hand(tool: Any) -> None:
+    """Others set times, or formats in fp8, which no rehearsal shows."""
+    times = {"elementwise", "launch", "launch_sharded", "launch_tensor", "overlap", "expert_overlap", "routing", "fp8_gather"}
+    presets = package_data("ultrascale.specs", "presets/frameworks.yaml")
+    for preset in PRESETS + OLD:
+        assert presets[preset].keys() <= {"engine", "source", "seen"} | times | tool.CANDIDATES.keys()
 
 
 def test_the_versions_rehearsed_are_in_the_preset(tool: Any) -> None:

@@ -39,8 +39,10 @@ class GatheredElements:
     each_step: Array
     """small ones, which stay"""
     live_at_loss: Array
-    live_in_layers: Array
-    """in backward"""
+    live_in_last_layer: Array
+    """in its backward"""
+    live_before: Array
+    """in the backward of the layers before it"""
 
 
 def gathered_elements(job: Job, columns: LayoutColumns) -> GatheredElements:
@@ -108,12 +110,14 @@ def _microbatch(
     # The whole model, its decoder and its rotary embeddings have no parameters of their own.
     forward = [(), (), embedding, (), *(module for block in blocks for group in block for module in group), final, head]
     calls = [Call(module) for module in [*forward, (), head, (), final]]
-    for block in reversed(blocks):
-        calls += _backward(block, recomputes)
+    layers_backward = [_backward(block, recomputes) for block in reversed(blocks)]
+    for backward in layers_backward:
+        calls += backward
     gathered, live = _followed([*calls, Call(embedding)], sizes, most_live)
     stay = sum(size for size in sizes if size <= PERSISTENT)
-    at_loss = len(forward) + 1
-    return gathered, stay, stay + live[at_loss], stay + max(live[at_loss + 1 :])
+    at_loss, begin = len(forward) + 1, len(forward) + 4
+    before = begin + len(layers_backward[0])
+    return gathered, stay, *(stay + max(each) for each in (live[at_loss:begin], live[begin:before], live[before:]))
 
 
 class Call(NamedTuple):

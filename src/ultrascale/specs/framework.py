@@ -97,6 +97,11 @@ class Framework(BaseModel):
         "first and the last stage may have no layer; torchtitan); or take blocks until their share of the cost is reached "
         "(nanotron)",
     )
+    foreach_optimizer: bool = Field(
+        False,
+        description="AdamW writes the square roots of all second moments before it steps: torch's for several tensors at "
+        "a time, neither fused nor Transformer Engine's",
+    )
     optimizer_passes: float = Field(1.0, gt=0, le=20, description="bytes the optimizer moves, relative to a fused one")
     overlap: float = Field(
         1.0,

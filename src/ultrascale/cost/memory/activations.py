@@ -241,11 +241,12 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     modules = {
         "mlp input": mlp_input,
         "router": job.framework.router_bytes * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
-        "expert input": operand * travelling,
+        # Experts that tp cuts see the rows of all its ranks, gathered if each sent a slice.
+        "expert input": operand * routed * model.hidden / columns.routed_cut(sliced=False),
         "expert matmuls": gate_bytes(job) * (1 + model.gated) * wide,
         "expert activation": operand * wide,
     }
-    if not job.framework.transformer_engine:
+    if not sliced:  # there routing weighs activations instead of outputs
         # What comes home is as many rows as left, however busy some experts were.
         modules["expert output"] = b * np.where(plain, travelling / busiest, travelling)
     if moe.shared_experts:

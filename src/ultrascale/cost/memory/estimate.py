@@ -418,18 +418,29 @@ def peaks(view: LayoutRows) -> list[Peak]:
         points[which].peak(actions, others, rank, int(action), view.chunks[rank])
         for rank, (which, action) in enumerate(zip(*np.divmod(fullest, actions.stage.shape[1]), strict=True))
     ]
-    if OPTIMIZERS[view.job.optimizer].matrices is None or view.row.offloads_states[0]:
+    if not (OPTIMIZERS[view.job.optimizer].matrices is not None or _writes_roots(view.job)) or view.row.offloads_states[0]:
         return found
     return [max(one, _optimizer_step(view, rank), key=lambda peak: peak.live) for rank, one in enumerate(found)]
 
 
 def _optimizer_step(view: LayoutRows, rank: int) -> Peak:
-    """Where whole matrices are gathered: nothing of forward and backward is live, nor what ZeRO-1 and 2 gathered."""
+    """Where whole matrices are gathered, or roots written: nothing of forward and backward is live, nor what FSDP's ZeRO-1 and
+    2 gathered. Other engines keep the weights that compute, and in ZeRO-1 whole gradients.
+    """
     layout, state = view.layout, view.state
-    buffers = muon.step_buffers(view.job, view.row, rows_of(view.share, slice(rank, rank + 1)))
-    freed = float(state.parameters[rank]) if _sharded(layout) and (layout.zero < 3 or layout.keep_gathered) else 0.0
-    gradients = most_gradients(view, rank) if _sharded(layout) else float(state.gradients[rank])
+    buffers = 0.5 * float(state.optimizer[rank])  # of both moments the second one's
+    if OPTIMIZERS[view.job.optimizer].matrices is not None:
+        buffers = muon.step_buffers(view.job, view.row, rows_of(view.share, slice(rank, rank + 1)))
+    freed, gradients = 0.0, float(state.gradients[rank])
+    if _sharded(layout) and view.job.framework.states == "fp32":
+        freed = float(state.parameters[rank]) if layout.zero < 3 or layout.keep_gathered else 0.0
+        gradients = most_gradients(view, rank)
     return Peak(0.0, 0.0, buffers - freed, gradients, {}, "optimizer step", freed)
+
+
+def _writes_roots(job: Job) -> bool:
+    """Of all second moments, before weights are stepped."""
+    return job.framework.foreach_optimizer and job.optimizer == "adamw"
 
 
 def _sharded(layout: Layout) -> bool:

@@ -83,7 +83,7 @@ def _head(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
 def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
     event, columns, b, g = EngineEvent, chunk.columns, compute_bytes(chunk.job), gradient_bytes(chunk.job)
     framework, block, layers = chunk.job.framework, chunk.rank_params.block, chunk.share.layers
-    again, gradients, saved = np.zeros((3, len(columns)))
+    again, gradients, saved, matrix = np.zeros((4, len(columns)))
     for alike in chunk.layers:
         again = np.maximum(again, np.where(alike.count > 0, alike.saved.recomputed, 0.0))
         # Compiled, the gradient of the activation becomes that of one of the GEMMs before it.
@@ -91,7 +91,8 @@ def _layer(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
         overwritten = compiled * chunk.full_sequence * _width(chunk, alike.kind) / columns.tp
         gradients = np.maximum(gradients, np.where(alike.count > 0, alike.saved.gradients - overwritten, 0.0))
         saved = np.maximum(saved, np.where(alike.count > 0, alike.saved.total, 0.0))
-    matrix, fsdp = chunk.mlp_weight_gradient[False], _is_fsdp(chunk)
+        matrix = np.maximum(matrix, np.where(alike.count > 0, chunk.mlp_weight_gradient[alike.kind.has_experts], 0.0))
+    fsdp = _is_fsdp(chunk)
     fresh = np.where(fsdp, (2 + chunk.job.model.gated) * matrix, (1 + chunk.job.model.gated) * matrix)
     for begin in (event.LAYER_BACKWARD, event.FIRST_LAYER):
         yield activation("recomputed", again, begin, begin + 1)
@@ -161,13 +162,13 @@ def _states(chunk: ChunkMemory, gradients: Array) -> Iterator[TensorLifetime]:
     yield TensorLifetime("gradients", "gradients", first, event.FIRST_LAYER, event.EMBEDDING)
     yield TensorLifetime("gradients", "gradients", gradients, event.BACKWARD_END, event.END)
     if framework.live_parameters:
-        found = gathered_elements(chunk.job, columns)
-        at_loss, in_layers = (
-            np.where(_gathers(chunk), compute_bytes(chunk.job) * live, 0.0)
-            for live in (found.live_at_loss, found.live_in_layers)
-        )
-        yield buffer("gathered parameters", at_loss, event.LOSS_FORWARD, event.LAYER_BACKWARD)
-        yield buffer("gathered parameters", in_layers, event.LAYER_BACKWARD, event.BACKWARD_END)
+        found, b = gathered_elements(chunk.job, columns), compute_bytes(chunk.job)
+        for live, begin, end in (
+            (found.live_at_loss, event.LOSS_FORWARD, event.LAYER_BACKWARD),
+            (found.live_in_last_layer, event.LAYER_BACKWARD, event.FIRST_LAYER),
+            (found.live_before, event.FIRST_LAYER, event.BACKWARD_END),
+        ):
+            yield buffer("gathered parameters", np.where(_gathers(chunk), b * live, 0.0), begin, end)
     if framework.ddp_buckets:
         reduced = np.where((columns.zero == 0) & (columns.data_ranks > 1), gradients, 0.0)
         yield buffer("buckets of DDP", reduced, event.LOSS_FORWARD, event.END)
