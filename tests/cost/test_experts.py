@@ -38,8 +38,18 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
     kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
     assert kept.total[0] == SEQ * per_token
-    plain = activations.layer(megatron_job(transformer_engine=False), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
+    without = {"transformer_engine": False, "sliced_routing": False}
+    plain = activations.layer(megatron_job(**without), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
     assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
+
+
+@pytest.mark.parametrize(("ep", "rows"), [(2, 8 * SEQ), (4, 8 * SEQ / 2)])
+def test_experts_that_tp_cuts_keep_the_rows_of_all_its_ranks(ep: int, rows: float) -> None:
+    """Two tp and two data ranks: over four of them experts are whole, and have the rows of slices."""
+    job = megatron_job()
+    columns = LayoutColumns.of([Layout(dp=2, tp=2, ep=ep)])
+    kept = activations.layer(job, columns, LayerKind(mlp="moe")).modules["expert input"][0]
+    assert kept == pytest.approx(2 * 2048 * rows * columns.busiest(job.cluster.efficiency.expert_imbalance)[0])
 
 
 def test_micro_batch_overlap_keeps_a_second_layer_live() -> None:

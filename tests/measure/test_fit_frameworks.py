@@ -32,8 +32,8 @@ OLD = ("torchtitan-0.2", "torchtitan-0.2-eager")
 PRESETS = ("torchtitan", "torchtitan-eager", "accelerate", "deepspeed", "megatron-local")
 PEAK = {"accelerate": 0.041, "deepspeed": 0.001, "megatron-local": 0.02}
 """DDP under autocast keeps norms' outputs in fp32; what Megatron's interleaved schedule holds of sends and receives"""
-NUMBERS = 500
-"""bytes of norms, losses and overflows, which no technique sends"""
+NUMBERS = 150
+"""bytes of norms, of each tensor's gradient too, of losses and overflows, for each layer: no technique sends these"""
 
 
 @pytest.mark.parametrize("preset", PRESETS + OLD)
@@ -45,7 +45,7 @@ def test_peaks_flops_and_bytes_sent_are_those_of_rehearsals(preset: str, tool: A
     assert max(peaks) < PEAK.get(preset, 0.025)
     assert sum(peaks) / len(peaks) < min(0.01, PEAK.get(preset, 0.01))
     assert max(abs(one.flops) for one in found) <= 1e-12
-    assert max(one.sent_bytes for one in found) < NUMBERS
+    assert all(one.sent_bytes < NUMBERS * case.layers for one, (case, _) in zip(found, rows, strict=True))
     lines = map(json.loads, (ROOT / "benchmarks" / "gpu" / "engines_h200.json").read_text().splitlines())
     on_gpu = {line["layout"]: line["peak_bytes"] for line in lines if "peak_bytes" in line}
     for (case, rehearsed), one in zip(rows, found, strict=True):

@@ -367,3 +367,16 @@ def test_fragmentation_from_the_second_micro_batch_on() -> None:
     more = estimate(job, layouts[1]).memory[0].memory.runtime - estimate(whole, layouts[1]).memory[0].memory.runtime
     layers = activations.layer(job, LayoutColumns.of([layouts[1]]), LayerKind()).total[0] * job.model.layers
     assert more == pytest.approx(0.25 * layers, rel=0.01)
+
+
+def test_roots_of_second_moments_are_the_peak_of_a_step_with_few_activations() -> None:
+    """Llama-3.2-1B, tp 2, ZeRO-1 over 2 ranks, in Megatron without Transformer Engine: weights and their gradients whole, and
+    a half of masters, of moments and of 4 bytes more for each weight.
+    """
+    layout = Layout(dp=2, tp=2, zero=1, recompute="full")
+    job = make_job("llama-3.2-1b", "4xh100", 256, layout, framework=Framework.load("megatron-local"))
+    stage = estimate(job, layout).memory[0]
+    norms = 33 * 2048
+    weights = (job.model.parameters - norms) / 2 + norms
+    assert stage.moment == "optimizer step"
+    assert stage.memory.total - stage.memory.runtime == pytest.approx(weights * (2 + 4 + (4 + 8 + 4) / 2))
