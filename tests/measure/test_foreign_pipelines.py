@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # before processes fork
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.tensor._random import is_rng_supported_mesh
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from measure.test_foreign_programs import PROGRAMS, figures, real, rehearsed
-from ultrascale.measure.foreign import run
-from ultrascale.measure.foreign.gpu import replace_everywhere
+from ultrascale.measure.foreign import gpu, run, torchtitan
 from ultrascale.measure.foreign.pipeline import ASSUMED
 from ultrascale.measure.foreign.request import COMPILED, ForeignRehearsal, ForeignRequest
+from ultrascale.measure.foreign.watcher import Watcher
 
 SCRIPT = PROGRAMS / "pipeline.py"
 ROWS, WIDTH, VOCAB, LAYERS = 64, 32, 128, 2
@@ -44,7 +46,7 @@ def send_copies() -> None:
             copy = tensor.clone()
         return plain(copy, *args, **kwargs)
 
-    replace_everywhere([(plain, isend)])
+    gpu.replace_everywhere([(plain, isend)])
 
 
 CASES = [
@@ -128,6 +130,46 @@ def test_torchtitan(schedule: str, pp: int, rank: int, sends: dict[tuple[str, st
     assert piped == {key: (calls, calls * states) for key, calls in sends.items()}
     attention = 3 * (2 * 2 * 16 * 2048 * 2048 * 16) // 2  # one sequence of 16 heads, the causal half, forward and backward
     assert found.flops["attention"] == 8 * layers * attention
+
+
+class OnCpu(TorchDispatchMode):
+    """Operators that name the GPU in a backward, where torch has no function modes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        given = dict(kwargs or {})
+        return func(*args, **({**given, "device": gpu.on_cpu(given["device"])} if "device" in given else given))
+
+
+def on_gloo(request: ForeignRequest, watcher: Watcher) -> None:
+    """torchtitan takes the CPU for a GPU."""
+    init = dist.init_process_group
+    gpu.replace_everywhere([(init, lambda *_, **__: init("gloo")), (is_rng_supported_mesh, lambda _: False)])
+    gpu.answer_for_gpu(request.rank, request.world, lambda: (0, 0))
+    with gpu.GpuOnCpu(), OnCpu():
+        torchtitan.run(request, watcher, lambda *_: None)
+
+
+def attention_of_cpu(*args: Any) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:-1], scale=args[-1])[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchtitan_s_stages_do_what_its_processes_do(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own Trainer in two processes on gloo, with a CPU's kernels here and there."""
+    pytest.importorskip("torchtitan")
+    monkeypatch.setattr(gpu, "_kernel", attention_of_cpu)
+    monkeypatch.setattr(gpu, "fused_rms_norm_on_cpu", lambda: None)
+    config, piped = PROGRAMS / "titan.py:plan", ("--parallelism.pipeline_parallel_degree=2",)
+    with torch.compiler.set_stance("force_eager"):
+        one = figures(rehearsed(tmp_path, ForeignRequest(str(config), 2, rank, "torchtitan", piped, steps=3)))
+        other = figures(real(tmp_path, config, 2, rank, piped, send_copies, on_gloo))
+    other["memory"]["buffers"] -= 2 * 4  # the mesh's tensor of ranks, which has values in a rehearsal too
+    for each in one, other:  # a group of all ranks has another name
+        each["collectives"] = [call[1:] for call in each["collectives"]]
+    assert one == other
 
 
 NARROW = """

@@ -62,11 +62,12 @@ def real(
     of: int = 0,
     arguments: tuple[str, ...] = (),
     prepare: Callable[[], Any] = lambda: None,
+    program: Callable[[ForeignRequest, Watcher], Any] = lambda request, _: runpy.run_path(request.program, run_name="__main__"),
 ) -> ForeignRehearsal:
     """Rank `of` of the same program in real processes on gloo, watched through the same step."""
 
     def rank_of(rank: int) -> Callable[[], None]:
-        request = ForeignRequest(str(script), world, rank, steps=3)
+        request = ForeignRequest(str(script), world, rank, arguments=arguments, steps=3)
 
         def done(watcher: Watcher) -> None:
             found = child._result(request, watcher, ())
@@ -78,8 +79,8 @@ def real(
             os.environ.update(request.environment | port)
             sys.argv = [str(script), *arguments]
             prepare()
-            with Watcher(None, request.steps, done):
-                runpy.run_path(str(script), run_name="__main__")
+            with Watcher(None, request.steps, done) as watcher:
+                program(request, watcher)
 
         return target
 
