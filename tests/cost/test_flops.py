@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from builders import make_job
 from ultrascale.cost import flops
+from ultrascale.cost.columns import LayoutColumns
 from ultrascale.cost.estimate import estimate
+from ultrascale.cost.operators import selective_flops
 from ultrascale.specs import weights
 from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.cluster import Cluster
@@ -167,3 +170,28 @@ def test_fused_blocks_repeat_gate_and_up() -> None:
     model = Model.load("llama-3-8b")
     again = flops.hardware_flops(model, 8192, "selective", "flash", recomputed=0.5, fused=True) - flops.model_flops(model, 8192)
     assert again == pytest.approx(16 * 2 * 2 * 4096 * 14336)
+
+
+ATTENTION_OUT, EXPERTS, ROUTER = 2 * 4096 * 2048, 2 * 8 * 3 * 2048 * 768, 2 * 2048 * 128
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "repeated"),
+    [
+        ("torchtitan", "llama-3-8b", 2 * 4096 * (4096 + 14336)),  # attention's output and up
+        ("torchtitan-0.2", "llama-3-8b", 2 * 4096 * (1024 + 4096 + 14336)),  # and k
+        ("torchtitan", "qwen3-30b-a3b", ATTENTION_OUT + ROUTER + EXPERTS),
+        ("torchtitan-0.2", "qwen3-30b-a3b", ATTENTION_OUT + ROUTER + EXPERTS + 2 * 2048 * 512),
+    ],
+)
+def test_torchtitan_repeats_every_second_matmul(framework: str, model: str, repeated: int) -> None:
+    """Selective recomputation, of one layer per token; of experts all (activation_checkpoint.py)."""
+    job = make_job(model, framework=framework)
+    assert selective_flops(job, LayoutColumns.of([Layout(dp=8, zero=3)])) == repeated * job.model.layers
+
+
+def test_compiled_code_repeats_nothing_for_what_is_kept() -> None:
+    """With tp the result of a reduce-scatter is kept; operator by operator attention's last matmul is repeated for nothing."""
+    columns = LayoutColumns.of([Layout(dp=4, tp=2, zero=3)])
+    compiled, eager = (selective_flops(make_job(framework=name), columns) for name in ("torchtitan", "torchtitan-eager"))
+    assert eager - compiled == 32 * 2 * 4096 * 4096

@@ -31,6 +31,7 @@ from ultrascale.specs.model import Model
 SEPARATE_BIAS_FORWARD = 28
 SEPARATE_BIAS_BACKWARD = 40
 LATENT_MATMULS = ("q up", "kv up")  # the up-projections of latent attention
+ROUTED = ("router", "expert up", "expert down")
 # Of a layer's matmuls, shapes and numbers. A search has 18 times as many rows that differ in anything else.
 MATMULS_DEPEND_ON = ("tp", "cp", "ep", "mbs", "sequence_parallel", "expert_cut")
 
@@ -145,24 +146,26 @@ def last_matmul(kind: LayerKind) -> str:
 
 def selective_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Matmul]:
     """Those that selective recomputation repeats: the up-projections of latent attention (Megatron's), `half` of each, or every
-    second of a dense layer in the order of calls (`alternate`). Compiled code repeats none whose result is kept beyond a
-    collective: attention's output after a reduce-scatter, gathered keys.
+    second in the order of calls with all of the router and of routed experts (`alternate`). Compiled code repeats none whose
+    result is kept beyond a collective: attention's output after a reduce-scatter, gathered keys.
     """
     model, policy, matmuls = job.model, selective_policy(job), layer_matmuls(job, columns, kind)
     if policy == "latents":
         return [matmul for matmul in matmuls if matmul.name in LATENT_MATMULS]
     if policy not in ("half", *ALTERNATE):
         return []
-    if policy == "half" or model.moe is not None or model.mla is not None or not model.gated:
+    if policy == "half" or model.mla is not None or not model.gated:
         return [replace(matmul, count=matmul.count / 2) for matmul in matmuls]
+    of_experts = [matmul for matmul in matmuls if matmul.name in ROUTED]
     calls: list[Matmul] = []
-    for matmul in matmuls:
+    for matmul in (matmul for matmul in matmuls if matmul.name not in ROUTED):
         parts = _parts(job, columns, matmul) if matmul.name != "qkv" or policy == "alternate-unjoined" else []
         calls += [replace(matmul, n=part) for part in parts] or [matmul]
     kept = {"attention output": columns.sequence_cut > 1, "qkv": (columns.cp > 1) & (job.framework.context == "ring-compiled")}
     if not job.framework.compiles:
         kept = {}
-    return [replace(matmul, count=np.where(kept.get(matmul.name, False), 0.0, matmul.count)) for matmul in calls[1::2]]
+    repeated = [replace(matmul, count=np.where(kept.get(matmul.name, False), 0.0, matmul.count)) for matmul in calls[1::2]]
+    return repeated + of_experts
 
 
 def selective_flops(job: Job, layout: LayoutColumns) -> float:

@@ -260,10 +260,11 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
 # Selective recomputation with flash attention keeps matmuls and computes the cheap operators again.
 _MATMULS = {"q, k, v", "mlp matmuls", "expert matmuls", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
+_EXPERTS = ("expert input", "expert matmuls", "expert activation", "expert output")
 _DROPPED: dict[str, tuple[str, ...]] = {
     "cheap": _CHEAP,
     "half": _CHEAP,
-    **dict.fromkeys(ALTERNATE, (*_CHEAP, "mlp norm", "q, k before norm", "merged output")),
+    **dict.fromkeys(ALTERNATE, (*_CHEAP, *_EXPERTS, "mlp norm", "q, k before norm", "merged output")),
     "latents": ("q, k, v",),
     "experts": ("mlp input", "expert activation"),
     "attention": (),  # flash attention's output is the next GEMM's input
