@@ -156,7 +156,7 @@ FAMILY = {
     "aya": "cohere",
     "mistral": "mistral",
     "mixtral": "mixtral",
-    **dict.fromkeys(("nemotron-h", "nemotron-nano"), "nemotron_h"),
+    **dict.fromkeys(("nemotron-h", "nemotron-nano", "nemotron-3-"), "nemotron_h"),
     "nemotron": "nemotron",
     "minitron": "nemotron",
     "starcoder2": "starcoder2",

@@ -190,6 +190,7 @@ PUBLISHED = {
     "nemotron-h-8b": 8_100_852_736,
     "nemotron-h-47b": 46_791_554_816,
     "nemotron-h-56b": 56_324_350_464,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
     "nemotron-nano-9b-v2": 8_888_227_328,
     "nemotron-nano-12b-v2": 12_310_001_152,
     "qwen3.5-0.8b": 752_393_024,

@@ -77,11 +77,11 @@ def preset_of(name: str) -> Model | None:
 
 def model_of(values: Mapping[str, str], assumptions: list[str]) -> Model:
     name = values.get("model", "")
-    if any(word in name.lower() for word in HYBRID):
-        raise UnmodelledRowError(f"model '{name}' is a hybrid with state-space layers, which are not modelled")
     if "single layer" in name.lower():
         raise UnmodelledRowError("one layer, not a training step")
     preset = preset_of(name)
+    if preset is None and any(word in name.lower() for word in HYBRID):
+        raise UnmodelledRowError(f"model '{name}' is a hybrid with state-space layers and no preset")
     layers, hidden, heads = (whole(values, field) for field in ("layers", "hidden", "heads"))
     if preset is not None and (preset.moe is not None or layers is None or hidden is None):
         if layers is not None and layers != preset.layers:
