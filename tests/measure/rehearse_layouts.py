@@ -53,6 +53,16 @@ MODELS = {
         moe=MoE(experts=8, top_k=2, expert_ffn=256, shared_experts=1, dense_layers=1, router="sigmoid"),
         **SHAPE,
     ),
+    "predicting": Model(name="predicting", kv_heads=4, ffn=1536, mtp_depth=1, **SHAPE),
+    "two ahead": Model(name="two ahead", kv_heads=4, ffn=1536, mtp_depth=2, tied_embeddings=True, **SHAPE),
+    "predicting-moe": Model(
+        name="predicting-moe",
+        ffn=1024,
+        mla=MLA(kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        moe=MoE(experts=8, top_k=2, expert_ffn=256, shared_experts=1, dense_layers=1, router="sigmoid"),
+        mtp_depth=1,
+        **SHAPE,
+    ),
     "post-norm": Model(
         name="post-norm", kv_heads=4, ffn=1536, norm_placement="post", qk_norm=True, qk_norm_over="all", **SHAPE
     ),
@@ -218,6 +228,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"adapter_rank": 16, "dp": 2, "zero": 3, "gas": 2}),
     ("few", {"dp": 8, "ep": 2, "zero": 2, "gas": 2}),  # a quarter of an expert's matrices on each rank
     ("gqa", {"dp": 4, "tp": 2, "zero": 3, "zero_shards": 2, "optimizer": "muon"}),
+    ("predicting-moe", {"pp": 2, "tp": 2, "gas": 4}),
+    ("two ahead", {"dp": 2, "zero": 3, "gas": 2}),
     ("moe", {"cp": 4, "tp": 2, "optimizer": "muon"}),  # the step of the optimizer is the peak
 ]
 _EVERY: list[dict[str, Any]] = [
@@ -235,7 +247,17 @@ _EVERY: list[dict[str, Any]] = [
 SLOW: list[tuple[str, dict[str, Any]]] = [
     *(
         (model, fields)
-        for model in ("latent", "latent-moe", "gpt-oss", "post-norm", "both-norms", "parallel", "neox")
+        for model in (
+            "latent",
+            "latent-moe",
+            "predicting",
+            "predicting-moe",
+            "gpt-oss",
+            "post-norm",
+            "both-norms",
+            "parallel",
+            "neox",
+        )
         for fields in _EVERY
         if (model, fields) not in FAST and not (model == "gpt-oss" and fields == {"cp": 2})  # windows are not cut in tiles
     ),
@@ -245,6 +267,9 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
         for fields in _EVERY
         if (model, fields) not in FAST and "cp" not in fields
     ),
+    ("predicting", {"pp": 2, "dp": 2, "zero": 3, "gas": 4}),
+    ("predicting-moe", {"dp": 4, "ep": 2, "zero": 3, "gas": 2}),
+    ("two ahead", {"pp": 2, "gas": 4, "schedule": "zb-v", **TWO}),
     ("nemotron-h", {"dp": 2, "zero": 1, "gas": 2}),
     ("nemotron-h", {"dp": 2, "zero": 2}),
     ("nemotron-h", {"dp": 2, "zero": 3, "gas": 2, "optimizer": "muon"}),

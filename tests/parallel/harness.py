@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ultrascale.data.corpora import corpus
 from ultrascale.launch import local
 from ultrascale.measure import verify_programs
+from ultrascale.model.transformer import copy_of_embedding
 from ultrascale.parallel.mesh import Mesh, Shard
 from ultrascale.schedules import Action
 from ultrascale.specs.batch_ramp import BatchRamp
@@ -104,6 +105,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "residual_scale": 0.5,
         **dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), True),
     },
+    "predicting": {"mtp_depth": 2},
+    "predicting, tied": {"mtp_depth": 1, "tied_embeddings": True},
+    "predicting, deepseek": {**verify_programs.FAMILIES["deepseek"], "mtp_depth": 1},
     "eight-experts": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 0, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 8}},
     "eight": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 24},
     "eight-tied": {"layers": 8, "hidden": 16, "heads": 2, "ffn": 24, "tied_embeddings": True},
@@ -156,7 +160,7 @@ class RankResult:
     """What one rank saw of a few steps."""
 
     losses: list[float]
-    """of each step, with its z-loss if there is one"""
+    """of each step, with its other losses if there are such"""
     norms: list[float]
     pieces: list[GradientShard]
     ran: list[Action]
@@ -201,7 +205,7 @@ def train(engine: Engine, evaluate: bool = False) -> RankResult:
         if number == bool(engine.frozen):
             pieces = [_gradient_shard(weight) for weight in engine.weights]
         result = engine.update(number, loss)
-        losses += [result.loss] if result.z_loss is None else [result.loss, result.z_loss]
+        losses += [one for one in (result.loss, result.z_loss, result.mtp_loss) if one is not None]
         norms.append(result.grad_norm)
     return RankResult(losses, norms, pieces, engine.pipeline.ran)
 
@@ -221,8 +225,9 @@ def one_process(job: Job, batch: int, training: Training) -> RankResult:
 
 def whole_gradients(job: Job, result: RankResult) -> Mapping[str, torch.Tensor]:
     found = {piece.shard.name: piece.gradient for piece in result.pieces}
-    if job.model.tied_embeddings and job.adapter_rank is None:
-        found["head.linear.weight"] = found["embed.tokens.weight"]  # a stage with the head alone has a copy
+    copy = copy_of_embedding(job.model)  # of a stage with the head
+    if copy is not None and job.adapter_rank is None:
+        found[copy] = found["embed.tokens.weight"]
     return found
 
 
@@ -284,7 +289,6 @@ def gradient_errors(ranks: list[RankResult], reference: RankResult, job: Job) ->
         if wanted.numel():
             largest = max(float(wholes[name].abs().max()), floor)
             errors[name] = max(errors[name], float((piece.gradient - wanted).abs().max()) / largest)
-    if job.model.tied_embeddings and job.adapter_rank is None:
-        missing.pop("head.linear.weight")
+    missing.pop(copy_of_embedding(job.model) or "", None)
     assert not [name for name, left in missing.items() if left.any()]
     return errors

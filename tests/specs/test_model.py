@@ -264,6 +264,16 @@ def test_active_parameters(name: str, billions: float) -> None:
     assert round(Model.load(name).active_parameters / 1e9, 1) == billions
 
 
+def test_multi_token_prediction_of_published_checkpoints() -> None:
+    # Their totals, less the embedding and head that layer 61 of DeepSeek-V3 and 92 of GLM-4.5 have once more.
+    def with_layer(name: str) -> int:
+        return Model.load(name).model_copy(update={"mtp_depth": 1}).parameters
+
+    assert with_layer("deepseek-v3") == 684_489_845_504 - 2 * 129_280 * 7168
+    assert with_layer("glm-4.5") == 358_337_791_296 - 2 * 151_552 * 5120
+    assert with_layer("glm-4.6") == 356_785_898_816
+
+
 def test_active_parameters_of_deepseek_v3_by_hand() -> None:
     # Idle per MoE layer: 248 of 256 experts of three 7168 x 2048 matrices. The report's 37B leaves out the embedding.
     model = Model.load("deepseek-v3")

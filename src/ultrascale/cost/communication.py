@@ -203,7 +203,7 @@ def tensor_traffic(work: Workload) -> TensorTraffic:
         transfer(machine, "tensor", "all_gather", tokens * model.hidden, places.tensor),
         transfer(machine, "tensor", "all_gather", FP32 * tokens, places.tensor),
         transfer(machine, "tensor", "all_reduce", FP32 + 0.0 * tokens, places.tensor),
-        in_fp8 * max(0, model.layers - 2) / model.layers,
+        in_fp8 * max(0, model.all_layers - 2) / model.all_layers,
         tuple(_latent_transfers(work)) if model.mla is not None and job.framework.exact_memory_trace else (),
     )
 

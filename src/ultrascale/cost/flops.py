@@ -88,7 +88,8 @@ def mixers_flops(model: Model, seq: int, causal: bool) -> float:
 
 
 def head_flops(model: Model) -> float:
-    return 2.0 * model.hidden * model.vocab
+    """Of the next token, and of each further one that is predicted."""
+    return (1 + model.mtp_depth) * 2.0 * model.hidden * model.vocab
 
 
 def matmul_flops(model: Model) -> float:

@@ -195,7 +195,7 @@ def weights_of(model: Model) -> float:
     """Parameters of a layer, a matrix or a vector each, in the mean over layers of one sublayer or Mamba-2."""
     if model.one_sublayer or model.mamba is not None:
         each = sum(count * len(layer_weights(model, kind)) for kind, count in model.layer_kinds.items())
-        return each / model.layers
+        return each / model.all_layers
     biases = 3 * model.qkv_bias + model.attention_output_bias + 2 * model.mlp_bias + 2 * model.qk_norm
     return 4 + (3 if model.gated else 2) + 2 + biases
 

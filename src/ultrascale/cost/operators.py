@@ -120,6 +120,9 @@ def mlp_matmuls(model: Model, name: str, m: Array, width: Array, count: Array | 
 def layer_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Matmul]:
     model, tokens = job.model, columns.tokens(job.seq)
     matmuls = mixer_matmuls(job, columns, tokens, kind)
+    if kind.predicts:  # every tp rank has the whole projection, which sees its slice of the sequence
+        h = np.asarray(float(model.hidden))
+        matmuls.append(Matmul("projection", tokens / columns.sequence_cut, h, 2 * h))
     if kind.mlp == "none":
         return matmuls
     if kind.mlp == "dense":
@@ -278,7 +281,8 @@ def memory_bound_bytes(job: Job, columns: LayoutColumns, kind: LayerKind) -> Arr
         width = 2 * (mamba.inner_dim + 2 * mamba.group_dim) + 3 * mamba.inner_dim
     mixer = b * tokens * width / columns.tp
     activation = b * tokens * (3 if model.gated else 2) * host.mlp_width(job, columns, kind)
-    return np.asarray(4 * kind.sublayers * residual + mixer + activation)
+    # Three more norms and the concatenation of two hidden states.
+    return np.asarray((4 * kind.sublayers + 10 * kind.predicts) * residual + mixer + activation)
 
 
 def permuted_bytes(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
@@ -360,7 +364,7 @@ def clock(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Array:
     weights = job.model.parameters / columns.tp / np.where(columns.zero >= 1, columns.shards, 1)
     seconds = ends.total.total + machine.stream_s(weights * optimizer_bytes(job, columns)) / columns.gas
     chosen = columns.recompute_layers * columns.pp * columns.virtual_stages
-    fraction = np.where(chosen > 0, np.minimum(1.0, chosen / job.model.layers), 1.0)
+    fraction = np.where(chosen > 0, np.minimum(1.0, chosen / job.model.all_layers), 1.0)
     again = np.where(columns.is_("recompute", "full"), fraction, 0.0)
     for kind, layers in job.model.layer_kinds.items():
         busy = _busy(job, columns, machine, kind)
@@ -412,7 +416,7 @@ def head(job: Job, columns: LayoutColumns, machine: ClusterRates, at: Array | fl
 
 
 def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
-    model, tokens = job.model, columns.tokens(job.seq)
+    model, tokens = job.model, columns.tokens(job.seq) * (1 + job.model.mtp_depth)
     matmuls = [Matmul("head", tokens, model.vocab / columns.tp, np.asarray(float(model.hidden)), in_fp8=False)]
     logits = tokens * model.vocab / columns.tp
     b = compute_bytes(job)
@@ -421,13 +425,20 @@ def _head(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     # Written out in fp32: cast, softmax and its logarithm forward; the gradient and its cast backward.
     forward = machine.stream_s((b + 5 * 4 if fp32 else 2 * b) * logits)
     backward = machine.stream_s((b + 4 * 4 if fp32 else 2 * b) * logits)
-    passes = host.cpu_loss(job, columns, machine) if machine.efficiency.synchronous else Passes(forward, backward)
+    cpu = host.cpu_loss(job, columns, machine).scaled(1 + model.mtp_depth)
+    passes = cpu if machine.efficiency.synchronous else Passes(forward, backward)
+    # Embeddings of the further tokens are looked up together with the others', or by the last stage.
+    passes = passes + _lookup(job, columns, machine).scaled(model.mtp_depth)
     return LayerTime(frozen(job, matmul_passes(machine, matmuls)), Passes(), passes, Passes(), matmuls)
 
 
 def embedding(job: Job, columns: LayoutColumns, machine: ClusterRates) -> LayerTime:
     """A look-up forward, a scatter-add of fp32-accumulated rows backward: bandwidth, no FLOPs."""
+    launch = host.cpu_end(columns, machine, host.constants().cpu_operators.embedding)
+    return LayerTime(Passes(), Passes(), _lookup(job, columns, machine), launch)
+
+
+def _lookup(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
     bytes_ = compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden
     forward, backward = machine.stream_s(2 * bytes_), machine.stream_s(3 * bytes_)
-    launch = host.cpu_end(columns, machine, host.constants().cpu_operators.embedding)
-    return LayerTime(Passes(), Passes(), frozen(job, Passes(forward, weight_grad=backward)), launch)
+    return frozen(job, Passes(forward, weight_grad=backward))

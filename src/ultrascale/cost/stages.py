@@ -80,6 +80,12 @@ def head_in_layers(model: Model) -> float:
 
 
 def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """Layers of every chunk; the last one has those of multi-token prediction, too."""
+    *others, last = _chunk_layers(job, ranks, virtual_stages)
+    return (*others, last + job.model.mtp_depth)
+
+
+def _chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     model, split = job.model, job.framework.stage_split
     if split == "nanotron" and virtual_stages == 1:
         return nanotron_stage_split(model.layers, ranks, head_in_layers(model))
@@ -87,8 +93,8 @@ def chunk_layers(job: Job, ranks: int, virtual_stages: int) -> tuple[int, ...]:
         return torchtitan_stage_split(model.layers, ranks * virtual_stages)
     if split == "layers-and-ends" and ranks * virtual_stages > 1:
         return torchtitan_stage_split(model.layers, ranks * virtual_stages)
-    head_layers = {"layers": 0.0, "layers-and-head": 1.0}
-    return split_layers(model.layers, ranks, virtual_stages, head_layers.get(split, head_in_layers(model)))
+    head_layers = {"layers": 0.0, "layers-and-head": 1.0}.get(split, (1 + model.mtp_depth) * head_in_layers(model))
+    return split_layers(model.layers, ranks, virtual_stages, head_layers + model.mtp_depth)
 
 
 @lru_cache(maxsize=512)
@@ -151,7 +157,7 @@ def share_of(job: Job, columns: LayoutColumns, rank: Array) -> RankShare:
 def recomputed_fraction(job: Job, layout: Layout) -> float:
     """Of the model's layers, those to which the layout's recomputation applies."""
     counts = chunk_layers(job, layout.pp, layout.virtual_stages)
-    return sum(min(count, layout.recompute_layers or count) for count in counts) / job.model.layers
+    return sum(min(count, layout.recompute_layers or count) for count in counts) / job.model.all_layers
 
 
 def representative_ranks(shares: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

@@ -257,7 +257,7 @@ def _end(work: Workload, inside: TensorTraffic, compute: LayerTime, is_head: boo
         matmul=compute.matmul,
         memory_bound=compute.memory_bound + accumulated,
         launch=compute.launch,
-        tensor=Passes(one, one),
+        tensor=Passes(one, one).scaled(1 + job.model.mtp_depth),
     )
     return _Component(time, elements, NOTHING, compute.total, NOTHING)
 

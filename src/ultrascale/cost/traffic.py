@@ -113,6 +113,17 @@ class Stage:
     def head(self) -> int:
         return int(self.share.head[0])
 
+    @cached_property
+    def losses(self) -> int:
+        """Per token: of the next and, with multi-token prediction, of further ones."""
+        return self.head * (1 + self.job.model.mtp_depth)
+
+    @cached_property
+    def lookups(self) -> int:
+        """Of embeddings per token."""
+        depth = self.job.model.mtp_depth
+        return self.embedding + depth * self.head
+
     def count(self, of: Callable[[LayerKind], int], kept: bool = False) -> int:
         """What its layers have so many of each, or those that recompute nothing though others do."""
         return sum(of(kind) * int((own if kept else count)[0]) for kind, count, own in self.share.each())
@@ -256,10 +267,23 @@ def _recompute_entries(stage: Stage) -> tuple[int, int]:
     """
     entered = stage.regions - stage.kept_regions
     if stage.layout.recompute == "full":
-        return entered, entered - int(states.stops_early(stage.job, stage.row)[0]) * (stage.layers - stage.kept_layers)
+        early = stage.count(_stops_early) - stage.count(_stops_early, kept=True)
+        return entered, entered - int(states.stops_early(stage.job, stage.row)[0]) * early
     if stage.layout.recompute == "selective" and stage.job.framework.selective in states.ALTERNATE:
         return entered, 0  # reduce-scatters are kept, all-gathers are not
-    return (stage.moe_layers - stage.kept_moe_layers if _repeats(stage) else 0), 0
+    if not _repeats(stage):
+        return 0, 0
+    again = stage.count(_norm_follows_experts) - stage.count(_norm_follows_experts, kept=True)
+    return stage.moe_layers - stage.kept_moe_layers, again
+
+
+def _stops_early(kind: LayerKind) -> int:
+    """Whether a layer ends with a collective that its backward does not ask for: no norm follows."""
+    return not kind.predicts
+
+
+def _norm_follows_experts(kind: LayerKind) -> int:
+    return kind.predicts and kind.has_experts
 
 
 def _repeats(stage: Stage) -> bool:
@@ -275,7 +299,7 @@ def _tensor(stage: Stage) -> Calls:
     entered, left = _recompute_entries(stage)
     regions = stage.regions
     chunked = bool(activations.chunked_loss(job, stage.row)[0])
-    head = 0 if chunked else stage.head
+    head, lookups = 0 if chunked else stage.losses, stage.lookups
     frozen = job.adapter_rank is not None and job.framework.exact_memory_trace
     unasked = stage.embedding if frozen else 0  # gradients of a frozen embedding, and of the first layer's input
     if frozen:
@@ -286,10 +310,10 @@ def _tensor(stage: Stage) -> Calls:
         gathered = job.framework.gathered_inputs
         with_experts = 0 if job.framework.sliced_routing and not stage.has_shared_experts else stage.moe_layers
         kept_slices = 0 if gathered or frozen else regions - with_experts
-        gathers = 2 * regions + kept_slices + entered + stage.embedding + (1 if gathered or frozen else 2) * head
+        gathers = 2 * regions + kept_slices + entered + lookups + (1 if gathered or frozen else 2) * head
         gathers -= unasked
         narrow = _narrow_gathers(stage)
-        scatters = 2 * regions + left + stage.embedding + head - unasked
+        scatters = 2 * regions + left + lookups + head - unasked
         if inside.latents:
             layers = stage.attention_layers
             full = layers - stage.kept_attention_layers if layout.recompute == "full" else 0
@@ -309,7 +333,7 @@ def _tensor(stage: Stage) -> Calls:
             yield inside.agreement, inner
         yield inside.scatter, gas * scatters
     else:
-        reductions = 2 * regions + left + stage.embedding + head - stage.attention_layers * bool(inside.latents) - unasked
+        reductions = 2 * regions + left + lookups + head - stage.attention_layers * bool(inside.latents) - unasked
         yield inside.reduce, gas * reductions
         for latent in inside.latents:
             yield latent.reduce, gas * stage.attention_layers
@@ -321,8 +345,8 @@ def _tensor(stage: Stage) -> Calls:
     if head:
         # The maximum over the vocabulary; then the sum of exponentials and the target's logit.
         one = FP32 * stage.row.tokens(job.seq)
-        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas
-        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas
+        yield transfer(stage.machine, "tensor", "all_reduce", one, stage.work.places.tensor), gas * head
+        yield transfer(stage.machine, "tensor", "all_reduce", 2 * one, stage.work.places.tensor), gas * head
     elif stage.head:
         yield from _chunked_loss(stage)
 
@@ -336,7 +360,8 @@ def _chunked_loss(stage: Stage) -> Calls:
     calls: list[tuple[Op, Array]] = [("all_gather", 2 * FP32 * row.tp * tokens)]
     calls += [("all_gather", wide), ("reduce_scatter", wide)] if stage.layout.sequence_parallel else [("all_reduce", wide)]
     for collective, size in calls:
-        yield transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor), stage.layout.gas * chunks
+        one = transfer(stage.machine, "tensor", collective, size / chunks, stage.work.places.tensor)
+        yield one, stage.layout.gas * chunks * stage.losses
 
 
 def _gathers_again(stage: Stage, in_fp8: bool = False) -> int:
@@ -526,7 +551,8 @@ def _pipeline(stage: Stage) -> Calls:
     hop = communication.pipeline_hop(stage.work)
     both = group(np.asarray([2]), row.tp * row.data_ranks, stage.machine.cluster)
     yield replace(hop, group=both), float(hops(stage.layout, stage.index) * stage.layout.gas)
-    if model.tied_embeddings and stage.embedding != stage.head and stage.job.adapter_rank is None:
+    copied = model.tied_embeddings or model.mtp_depth > 0
+    if copied and stage.embedding != stage.head and stage.job.adapter_rank is None:
         # Two stages hold a copy each, whose gradients are summed.
         elements = states.on_tp_rank([weights.vocabulary(model)], model, row, stage.shards)
         whole = stage.last_gradient * elements
@@ -609,16 +635,19 @@ def _zero(stage: Stage) -> Calls:
                 weights.embedding(job.model), job.model, stage.row, stage.shards
             )
             embedding = np.where(job.model.tied_embeddings & (layout.pp == 1), 0.0, elements)
+            copy = states.embedding_copy(job.model, stage.row, stage.share, stage.shards)
             layers, head, alone = (
                 communication.ZeroTraffic(stage.work, elements, params.experts, in_fp8).gather
                 for elements, in_fp8 in (
-                    (params.trunk - params.ends, narrow.elements), (params.ends - embedding, 0.0), (embedding, 0.0)
+                    (params.trunk - params.ends, narrow.elements),
+                    (params.ends - embedding - copy, 0.0),
+                    (embedding + copy, 0.0),
                 )
-            )  # fmt: skip
+            )
             yield layers, gathers
             if stage.head:
                 yield head, layout.gas
-            if stage.embedding and embedding[0]:
+            if embedding[0] or copy[0]:
                 yield alone, _embedding_gathers(layout)
         else:
             yield moved.gather, gathers

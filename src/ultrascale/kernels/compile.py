@@ -23,6 +23,9 @@ def apply(model: Transformer, policy: Recompute = "none") -> None:
             block.compile()
     if isinstance(model.head, ChunkedHead):
         model.head.norm.compile()  # its loss is already one kernel
+    elif model.head is not None and model.model.mtp_depth:  # which runs blocks between norm and losses
+        model.head.norm.compile()
+        model.head.loss = torch.compile(model.head.loss)  # type: ignore[method-assign]
     elif model.head is not None:
         model.head.compile()
 

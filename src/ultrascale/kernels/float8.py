@@ -58,7 +58,7 @@ def apply(
     if device.type == "cuda":
         check(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device), scaling)
     gemms = Float8Gemms(scaling)
-    ends = (0, model.model.layers - 1) if keep == "ends" else ()
+    ends = (0, model.model.all_layers - 1) if keep == "ends" else ()
     for index, block in zip(model.blocks, model.each_block(), strict=True):
         if int(index) in ends:
             continue

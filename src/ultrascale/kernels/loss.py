@@ -25,7 +25,7 @@ def apply(model: Transformer) -> None:
 
 
 class ChunkedHead(Head):
-    """A head that computes the loss from the hidden states in chunks."""
+    """A head that computes the losses from the hidden states in chunks."""
 
     function: type[LinearCrossEntropy] | None = None
 
@@ -34,15 +34,9 @@ class ChunkedHead(Head):
         self.norm, self.linear, self.criterion = plain.norm, plain.linear, plain.criterion
         self.scale, self.softcap = plain.scale, plain.softcap
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        if targets is None:
-            return super().forward(x)
-        return self.loss(self.hidden(x), targets)
-
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of normed hidden states [b, s, h]."""
+    def loss(self, normed: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(
-            hidden.flatten(0, -2),
+            self.scaled(normed).flatten(0, -2),
             self.linear.weight,
             targets.flatten(),
             function=self.function,

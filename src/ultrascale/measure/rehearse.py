@@ -404,7 +404,7 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         # is followed by more operators.
         again = 0.0
         if layout.recompute == "full":
-            early = bool(stops_early(job, row)[0]) and model.norm_placement == "pre"
+            early = bool(stops_early(job, row)[0]) and model.norm_placement == "pre" and not kind.predicts
             down = 0.0 if moe or not early else matmuls.get(last_matmul(kind), 0.0)
             again = sum(matmuls.values()) + of_scores + adapters - down
         elif layout.recompute == "selective" and (repeated := selective_matmuls(job, row, kind)):
@@ -414,7 +414,7 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         elif layout.recompute == "selective" and selective_policy(job) == "attention":
             again = of_scores
         elif layout.recompute == "selective" and moe:
-            again = matmuls.get("shared expert down", 0.0)
+            again = 0.0 if kind.predicts else matmuls.get("shared expert down", 0.0)
         elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
         total += count * (passes * sum(matmuls.values()) + 3 * (of_scores + adapters)) + recomputed * again

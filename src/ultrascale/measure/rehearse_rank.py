@@ -35,6 +35,7 @@ from ultrascale.measure.rehearse_world import (
     without_memory,
     without_values,
 )
+from ultrascale.model.multi_token import tokens_ahead
 from ultrascale.parallel.mesh import Mesh, RankCoordinates
 from ultrascale.parallel.zero import FSDPGrads
 from ultrascale.schedules import Action, ActionKind, Schedule
@@ -99,7 +100,9 @@ def _rehearsed(
         step_s = step_time(lambda: engine.step(next(numbers)))
     memory, tracker = _accounted(engine, techniques, fake)
     # A step reads inputs and targets of all its micro-batches before it computes.
-    unread = (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * 2 * torch.int64.itemsize
+    unread = (
+        (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * (2 + 2 * job.model.mtp_depth) * torch.int64.itemsize
+    )
     return Rehearsal(
         rank=rank,
         place=mesh.place,
@@ -145,7 +148,9 @@ def _warm_up_gather(engine: Engine) -> None:
         tokens = torch.zeros(mesh.layout.mbs, len(engine.positions), dtype=torch.int64, device=mesh.device)
         states = torch.zeros(boundary_shape(job, mesh.layout), dtype=build.compute_format(job, mesh), device=mesh.device)
         last = stage == engine.pipeline.last_stage
-        chunk.gradients.module(tokens if stage == 0 else states, engine.positions, tokens if last else None)
+        depth = job.model.mtp_depth
+        wanted = {"targets": tokens} | ({"ahead": tokens_ahead(tokens, tokens, depth)} if depth else {})
+        chunk.gradients.module(tokens if stage == 0 else states, engine.positions, **(wanted if last else {}))
         for part in chunk.gradients.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

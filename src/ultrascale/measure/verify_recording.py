@@ -192,13 +192,20 @@ def items_of(engine: Engine, at: int, trace: ModuleTrace, gradients: bool, loss:
     forward, backward = trace
     yield from (_module_item(engine, f"{at}/forward", part) for part in forward)
     if loss is not None:
-        for name, one in zip(("loss", "z_loss"), loss.detach().double().cpu(), strict=False):
+        for name, one in _losses(engine, loss.detach().double().cpu()).items():
             yield Item(f"{at}/{name}", one)
     yield from (_module_item(engine, f"{at}/backward", part) for part in backward)
     if gradients:
         for weight in reversed(engine.weights):
             yield Item(f"{at}/gradient/{weight.shard.name}", weight.gradient.clone(), weight.shard.piece)
         yield from _norms(engine, at)
+
+
+def _losses(engine: Engine, loss: Tensor) -> dict[str, Tensor]:
+    """By the names of a step's record."""
+    training, names = engine.training, ["loss"]
+    names += ["z_loss"] * (training.z_loss > 0) + ["mtp_loss"] * (engine.job.model.mtp_depth > 0)
+    return {name: one / (training.mtp_weight if name == "mtp_loss" else 1) for name, one in zip(names, loss, strict=True)}
 
 
 def _norms(engine: Engine, at: int) -> Iterator[Item]:

@@ -248,7 +248,7 @@ def step_plans(program: Program, history: History, traced: int | None = None) ->
 def _metrics(rows: Sequence[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
     found = []
     for row in rows:
-        for name in ("loss", "z_loss", "grad_norm", "expert_tokens", "eval_loss"):
+        for name in ("loss", "z_loss", "mtp_loss", "grad_norm", "expert_tokens", "eval_loss"):
             if name in row:
                 value = math.inf if row[name] is None else row[name]
                 found.append((f"{row['step']}/{name}", torch.tensor(value, dtype=torch.float64)))

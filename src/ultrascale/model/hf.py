@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.transformer import EMBEDDING, HEAD, Transformer
 from ultrascale.specs.hf_config import family_of
 from ultrascale.specs.model import Model
 
@@ -63,7 +63,13 @@ _DEEPSEEK = {
     "attention.down.kv": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up.kv": "self_attn.kv_b_proj",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "final_norm": "shared_head.norm",
 }
+# What a layer of multi-token prediction has again.
+_COPIES = {"embed_tokens": EMBEDDING, "shared_head.head": HEAD}
 _CORRECTION_BIAS = {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}
 _JOINED_GATE_UP = dict.fromkeys(("mlp.inputs.gate", "mlp.inputs.up"), "mlp.gate_up_proj")
 _POST_NORMS = {
@@ -265,6 +271,8 @@ class HFTensor:
     rotary: RotaryRows | None = None
     heads: tuple[int, ...] = ()
     """rows of each part in one head, where heads alternate"""
+    copy: bool = False
+    """of what another tensor has; some files leave it out"""
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The shape of the stored tensor, from the shapes of our parameters."""
@@ -347,6 +355,10 @@ def stored(model: Model) -> Iterator[HFTensor]:
                 "heads": (model.head_dim,) * 3 if family.alternating_heads and len(parts) == 3 else heads,
             }
             yield from (HFTensor(theirs.format(expert), tuple(parts), expert=expert, **form) for expert in experts)
+        if layer is not None and model.kind(layer).predicts:
+            for theirs, ours in _COPIES.items():
+                ours = EMBEDDING if model.tied_embeddings else ours
+                yield HFTensor(f"{prefix}{theirs}.weight", (ours,), copy=True)
 
 
 def _joined_heads(model: Model, part: str, parts: int) -> tuple[int, ...]:
@@ -371,6 +383,11 @@ def _rotary_rows(model: Model, part: str) -> RotaryRows | None:
     return None
 
 
+def first_of_prediction(model: Model) -> str:
+    """How the names of the first layer of multi-token prediction begin."""
+    return TENSORS.get(family_of(model), HFNames()).layers.format(model.layers)
+
+
 def whole(parts: Sequence[Tensor]) -> Tensor:
     """One of our parameters, from its parts in the stored tensors."""
     return parts[0] if len(parts) == 1 else torch.stack(list(parts))
@@ -383,7 +400,7 @@ def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 def _shapes_by_layer(model: Model) -> Iterator[tuple[int | None, dict[str, tuple[int, ...]]]]:
     """The same for the ends of the model (None) and for each layer, one by one: a config may claim any number of layers."""
-    for layer in (None, *range(model.layers)):
+    for layer in (None, *range(model.all_layers)):
         with torch.device("meta"):
             layers = range(0) if layer is None else range(layer, layer + 1)
             module = Transformer(model, layers, embed=layer is None, head=layer is None)

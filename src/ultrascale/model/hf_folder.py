@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ultrascale.model.hf import HFTensor, stored, whole, whole_shapes
+from ultrascale.model.hf import HFTensor, first_of_prediction, stored, whole, whole_shapes
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.files import MAX_TOKENIZER_BYTES, read_mapping, read_text
 from ultrascale.specs.folders import free_bytes, new_folder
@@ -65,14 +65,17 @@ class HFFolder:
             raise SpecError(f"Hugging Face folder {path} {state}: give a folder with {CONFIG} and {SINGLE}")
         model = _model(path, name)
         found = _entries(path)
+        if model.mtp_depth and not any(tensor.startswith(first_of_prediction(model)) for tensor in found):
+            model = model.model_copy(update={"mtp_depth": 0})  # transformers drops the layers, but not their number
         wanted = _wanted(path, model, found)
         _refuse_extra(path, model, wanted, found)
         shapes = whole_shapes(model)
         for name, one in wanted.items():
             _refuse_misshapen(found[name], one.shape(shapes))
         places: dict[str, list[tuple[HFTensor, _Entry]]] = {}
+        _refuse_other_copies(path, wanted, found)
         for name, one in wanted.items():
-            for ours in one.ours:
+            for ours in () if one.copy else one.ours:
                 places.setdefault(ours, []).append((one, found[name]))
         return cls(path, model, shapes, places)
 
@@ -161,6 +164,8 @@ def _wanted(path: Path, model: Model, found: Mapping[str, _Entry]) -> dict[str, 
     for one in stored(model):
         name = one.name.removeprefix(first) if bare else one.name
         if name not in found:
+            if one.copy:
+                continue
             raise SpecError(
                 f"Hugging Face folder {path} has no tensor '{name}' but its {CONFIG}, with {model.layers} layers, needs it: "
                 "give the weights of that config"
@@ -184,6 +189,17 @@ def _refuse_extra(path: Path, model: Model, wanted: Mapping[str, HFTensor], foun
             f"Hugging Face folder {path} has the tensor '{extra[0]:.80}'{more}, for which the model of its {CONFIG} "
             "has no place: give the config of these weights"
         )
+
+
+def _refuse_other_copies(path: Path, wanted: Mapping[str, HFTensor], found: Mapping[str, _Entry]) -> None:
+    """Layers of multi-token prediction share embedding and head with the model."""
+    originals = {one.ours: name for name, one in wanted.items() if not one.copy}
+    for name, one in wanted.items():
+        if one.copy and not _equal(found[name], found[originals[one.ours]]):
+            raise SpecError(
+                f"tensor '{name}' of {path} differs from {originals[one.ours]} but the model has one for both: try "
+                f"num_nextn_predict_layers: 0 in {CONFIG}, and the folder without that layer"
+            )
 
 
 def _refuse_misshapen(entry: _Entry, shape: tuple[int, ...]) -> None:

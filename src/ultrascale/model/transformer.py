@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -29,6 +29,7 @@ from ultrascale.specs.errors import SpecError
 from ultrascale.specs.model import Model
 
 IGNORE_INDEX = -100  # the target of a token without loss
+EMBEDDING, HEAD, EMBEDDING_AHEAD = "embed.tokens.weight", "head.linear.weight", "embed_ahead.tokens.weight"
 
 
 class MLP(nn.Module):
@@ -89,6 +90,21 @@ class Block(nn.Module):
         return x if self.residual_scale == 1 else x * self.residual_scale
 
 
+class PredictionBlock(Block):
+    """A layer of multi-token prediction: reads the hidden state of a token, and the embedding of one that follows it."""
+
+    def __init__(self, model: Model, index: int) -> None:
+        super().__init__(model, index)
+        self.embedding_norm, self.hidden_norm, self.final_norm = _norm(model), _norm(model), _norm(model)
+        self.projection = nn.Linear(2 * model.hidden, model.hidden, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None, embedded: Tensor | None = None) -> Tensor:
+        assert embedded is not None
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
+        out: Tensor = self.final_norm(super().forward(self.projection(both), rope, bias))
+        return out
+
+
 def _mixer(model: Model, index: int) -> Attention | LatentAttention | GatedDeltaNet | Mamba2Mixer | None:
     kind = model.kind(index).mixer
     if kind == "none":
@@ -137,7 +153,14 @@ class CrossEntropy(nn.Module):
         return torch.stack((loss, self.z_loss * squares.sum()))
 
 
+Predict = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
+"""of the normed output of the model's last layer: the normed hidden states of each further token, and its targets"""
+
+
 class Head(nn.Module):
+    mtp_weight = 0.0
+    """of the sum of all further tokens' losses"""
+
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.norm = _norm(model)
@@ -145,18 +168,30 @@ class Head(nn.Module):
         self.criterion = CrossEntropy()
         self.scale, self.softcap = model.logits_scale, model.logits_softcap
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, predict: Predict | None = None) -> Tensor:
+        """The logits, or with `targets` their summed losses: cross-entropy and, if there is one, z-loss; with `predict` also
+        the weighted losses of further tokens.
+        """
+        normed = self.norm(x)
+        if targets is None:
+            return self.logits(normed)
+        if predict is None:
+            return self.loss(normed, targets)
+        # The last loss is the first in backward: its logits are freed before the layers of `predict` are reached.
+        further = torch.stack([self.loss(*one).sum() for one in list(predict(normed))]).sum()
+        return torch.cat((self.loss(normed, targets).view(-1), self.mtp_weight * further.view(1)))
+
+    def scaled(self, normed: Tensor) -> Tensor:
         """The input of the linear layer, with the scale of the logits."""
-        normed: Tensor = self.norm(x)
         return normed if self.scale == 1 else normed * self.scale
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.linear(self.hidden(x))
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        if targets is None:
-            return logits
-        loss: Tensor = self.criterion(logits, targets)
+    def logits(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self.linear(self.scaled(normed))
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def loss(self, normed: Tensor, targets: Tensor) -> Tensor:
+        """The summed losses of normed hidden states [b, s, h]."""
+        loss: Tensor = self.criterion(self.logits(normed), targets)
         return loss
 
 
@@ -169,16 +204,29 @@ class Transformer(nn.Module):
             raise SpecError(sentence)
         self.model = model
         self.embed = Embedding(model) if embed else None
-        layers = range(model.layers) if layers is None else layers
+        layers = range(model.all_layers) if layers is None else layers
         # Keyed by the layer's index in the whole model: a parameter has the same name in every pipeline stage.
-        self.blocks = nn.ModuleDict({str(index): Block(model, index) for index in layers})
+        self.blocks = nn.ModuleDict(
+            {str(index): (PredictionBlock if model.kind(index).predicts else Block)(model, index) for index in layers}
+        )
         self.head = Head(model) if head else None
+        self.embed_ahead = Embedding(model) if model.mtp_depth and head and not embed else None
+        """the last pipeline stage's copy of the embedding, for multi-token prediction"""
         self.context_ranks = 1
         """context-parallel ranks that share a sequence: its length is this times the number of positions given"""
         self.tie()
 
     def each_block(self) -> list[Block]:
         return cast(list[Block], list(self.blocks.values()))
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """Of this slice, the first stage's or the last one's copy."""
+        return self.embed or self.embed_ahead
+
+    def _blocks(self, predict: bool) -> dict[int, nn.Module]:
+        """The layers by their index in the whole model, or those of multi-token prediction."""
+        return {int(index): block for index, block in self.blocks.items() if (int(index) >= self.model.layers) == predict}
 
     def moe_layers(self) -> dict[int, MixtureOfExperts]:
         """The MoE layers by layer index in the whole model."""
@@ -190,8 +238,11 @@ class Transformer(nn.Module):
 
     def tie(self) -> None:
         """Ties embedding and head to one Parameter, if the model is tied and this slice has both."""
-        if self.model.tied_embeddings and self.embed is not None and self.head is not None:
-            self.head.linear.weight = self.embed.tokens.weight
+        if self.model.tied_embeddings and self.head is not None:
+            if self.embed is not None:
+                self.head.linear.weight = self.embed.tokens.weight
+            if self.embed_ahead is not None:
+                self.embed_ahead.tokens.weight = self.head.linear.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
         # Moving off the meta device creates a new Parameter for each name, which would untie embedding and head.
@@ -199,23 +250,51 @@ class Transformer(nn.Module):
         self.tie()
         return self
 
-    def forward(self, x: Tensor, positions: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> Tensor:
         """x: tokens [b, s], or hidden states [b, s, hidden] in a stage without embedding; positions [s]: of these tokens.
 
         Returns hidden states in a stage without head; otherwise logits, or the summed loss of `targets` [b, s]. `documents`
-        [b, s]: the document index of each token; attention stays within a document, and states begin anew.
+        [b, s]: the document index of each token; attention stays within a document, and states begin anew. `ahead` [b, s,
+        depth, 2]: what multi-token prediction reads and predicts, from `tokens_ahead`; without it only the next token is
+        predicted.
         """
-        if self.embed is not None:
+        embedded: tuple[Tensor, ...] = ()
+        if ahead is not None:
+            further = ahead[..., 0].unbind(-1)
+            if self.embed is not None:  # one look-up for all
+                x, *embedded = self.embed(torch.cat((x, *further)), positions).chunk(1 + len(further))
+            elif self.embed_ahead is not None:
+                embedded = self.embed_ahead(torch.cat(further), positions).chunk(len(further))
+        elif self.embed is not None:
             x = self.embed(x, positions)
         ropes, masks = self._ropes(x, positions), self._masks(x, len(positions), documents)
         starts = () if documents is None else (_starts(documents),)
-        for name, block in self.blocks.items():
-            index = int(name)
+
+        def arguments(index: int) -> tuple[Rope | Mask | None, ...]:
+            """Of a layer, beside its input."""
             local, rotates = self.model.window(index) is not None, self.model.rotates(index)
             has_state = self.model.kind(index).mixer in ("linear", "mamba")
-            x = block(x, ropes[local] if rotates else None, *(starts if has_state else masks[local]))
+            return ropes[local] if rotates else None, *(starts if has_state else masks[local])
+
+        def predict(normed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+            assert ahead is not None
+            pairs = zip(embedded, ahead[..., 1].unbind(-1), strict=True)
+            for (index, block), (embedding, wanted) in zip(self._blocks(predict=True).items(), pairs, strict=True):
+                rope, *bias = arguments(index)
+                normed = block(normed, rope, *(bias or (None,)), embedding)
+                yield normed, wanted
+
+        for index, block in self._blocks(predict=False).items():
+            x = block(x, *arguments(index))
         if self.head is not None:
-            x = self.head(x, targets)
+            x = self.head(x, targets) if ahead is None else self.head(x, targets, predict)
         return x
 
     def _ropes(self, x: Tensor, positions: Tensor) -> dict[bool, Rope]:
@@ -263,6 +342,11 @@ class Transformer(nn.Module):
         return all(isinstance(core, CausalAttention | GatedDeltaRule | StateSpace) for core in cores)
 
 
+def copy_of_embedding(model: Model) -> str | None:
+    """The parameter of the last of several pipeline stages that is a copy of the embedding, and has to stay one."""
+    return HEAD if model.tied_embeddings else EMBEDDING_AHEAD if model.mtp_depth else None
+
+
 def _starts(documents: Tensor) -> Tensor:
     """[b, s]: which tokens are the first of their document."""
     return documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
@@ -301,8 +385,8 @@ def full_weight(name: str, shape: torch.Size, seed: int, model: Model, device: t
         return torch.ones(shape, device=device)
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
-    if name == "head.linear.weight" and model.tied_embeddings:
-        name = "embed.tokens.weight"  # a stage with only the head must draw the same values as the first stage
+    if name == copy_of_embedding(model):
+        name = EMBEDDING  # the last stage must draw the same values as the first
     residual = name.endswith(("attention.out.weight", "down.weight", "experts.down"))
     std = STD / math.sqrt(model.sublayers) if residual else STD
     return torch.empty(shape, device=device).normal_(0.0, std, generator=_generator(name, seed, device))

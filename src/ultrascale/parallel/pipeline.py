@@ -95,6 +95,8 @@ class Batch:
     """of this rank's slice of the sequence"""
     losses: int
     """how many tokens of the global batch, over all ranks, have a loss"""
+    has_ahead: bool = False
+    """whether each micro-batch ends with what multi-token prediction reads and predicts"""
 
 
 @dataclass
@@ -183,10 +185,10 @@ class Pipeline:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         scales: Float8GatherScales | None = None,
-        z_loss: bool = False,
+        losses: int = 1,
     ) -> None:
-        """`z_loss`: whether the loss is a tensor of two, the cross-entropy and the z-loss."""
-        self.losses = (2,) if z_loss else ()
+        """`losses`: of how many parts the loss of a step is, cross-entropy, z-loss and that of multi-token prediction."""
+        self.losses = (losses,) if losses > 1 else ()
         self.mesh, self.schedule, self.scales = mesh, schedule, scales
         self.rank = mesh.pp.rank
         self.chunks = {chunk.stage: chunk for chunk in chunks}
@@ -241,15 +243,15 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Runs all forwards; returns the sums of this rank's losses."""
+        """Runs all forwards; returns the sum of this rank's cross-entropy of next tokens."""
         route = forwards_only(self.schedule)
         mailbox = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
-        total = torch.zeros(self.losses, device=self.mesh.device)
+        total = torch.zeros((), device=self.mesh.device)
         self._update_scales()
         for action in route.actions[self.rank]:
             y = self._forward(self.chunks[action.stage], action, batch, mailbox)[1]
             if action.stage == self.last_stage:
-                total += y
+                total += y.view(-1)[0]
         mailbox.close()
         return total
 
@@ -270,12 +272,14 @@ class Pipeline:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stage, k = action.stage, action.microbatch
         x, targets, *documents = batch.microbatches[k]
+        ahead = {"ahead": documents.pop()} if batch.has_ahead else {}
         if stage > 0:
             x = mailbox.receive(StageMessage(ActionKind.F, stage - 1, k), self.schedule.rank_of(stage - 1)).requires_grad_(
                 torch.is_grad_enabled()
             )
         self.microbatch = k
-        y = chunk.gradients.module(x, batch.positions, targets if stage == self.last_stage else None, *documents)
+        wanted = {"targets": targets, **ahead} if stage == self.last_stage else {}
+        y = chunk.gradients.module(x, batch.positions, documents=documents[0] if documents else None, **wanted)
         self.microbatch = None
         target = mailbox.route.target(Action(ActionKind.F, stage, k))
         if target is not None:

@@ -31,7 +31,7 @@ from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.rotary import Rope
 from ultrascale.model.self_attention import Mask
-from ultrascale.model.transformer import MLP, Block, Transformer
+from ultrascale.model.transformer import MLP, Block, PredictionBlock, Transformer
 from ultrascale.parallel.tensor import RowParallelLinear
 from ultrascale.parallel.torch_private import TorchDispatchMode
 from ultrascale.specs.layout import Recompute
@@ -111,8 +111,8 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
 
 def _checkpointed(forward: Forward, options: dict[str, Any]) -> Forward:
     # A function and not a `partial` of `checkpoint`: torch.compile skips torch's own frames and would skip the block.
-    def recomputed(x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
-        out: Tensor = checkpoint(forward, x, rope, bias, **options)
+    def recomputed(x: Tensor, rope: Rope | None, *others: Mask | Tensor | None) -> Tensor:
+        out: Tensor = checkpoint(forward, x, rope, *others, **options)
         return out
 
     return recomputed
@@ -125,7 +125,7 @@ def _last(block: Block) -> nn.Linear | None:
     where a norm follows, whose backward needs it.
     """
     mlp = block.mlp
-    if block.mlp_post_norm is not None:
+    if block.mlp_post_norm is not None or isinstance(block, PredictionBlock):
         return None
     if mlp is None:
         return None if block.attention is None else block.attention.out

@@ -27,12 +27,14 @@ from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.moe import MixtureOfExperts
 from ultrascale.model.operators import RMSNorm, at_least_fp32
 from ultrascale.model.self_attention import MultiLinear
-from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, Embedding, Transformer
+from ultrascale.model.transformer import IGNORE_INDEX, MLP, CrossEntropy, PredictionBlock, Transformer
 from ultrascale.parallel import comm
 from ultrascale.parallel.comm import SINGLE_RANK, Axis, copy_to, gather_from, reduce_from, scatter_to
 from ultrascale.parallel.expert_layer import ParallelExperts
 from ultrascale.parallel.mesh import Mesh, Shard
 
+VOCABULARY = ("embed.tokens.weight", "embed_ahead.tokens.weight", "head.linear.weight")
+"""matrices with a row for each token of the vocabulary"""
 SEQUENCE = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism shards
 BATCH = 0  # slices gathered along this dimension stay in the order of ranks, as they arrive: nothing is copied
 
@@ -427,7 +429,7 @@ def _shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool, cuts_q
         length = shape[dim] // axis.size
         return Shard(name, shape, dim, axis.rank * length, length)
     is_cut_norm = cuts_qk_norms and path[-2] == "q_norm"
-    if _CUT_BY_ROWS & set(path) or is_cut_norm or name in ("embed.tokens.weight", "head.linear.weight"):
+    if _CUT_BY_ROWS & set(path) or is_cut_norm or name in VOCABULARY:
         length = shape[0] // axis.size
         return Shard(name, shape, 0, axis.rank * length, length)
     if path[-2:] in (["out", "weight"], ["down", "weight"]):
@@ -468,6 +470,8 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
     in_sequence_order = GatheredInput(SEQUENCE) if sequence else None
     for block in model.each_block():
         attention, gathered = block.attention, GatheredInput(reorder=True) if sequence else None
+        if isinstance(block, PredictionBlock):  # every rank projects its slice of the sequence
+            block.projection = RowParallelLinear(block.projection, SINGLE_RANK, None, deferred)
         if block.mlp is not None:
             block.mlp = _parallel_mlp(block.mlp, axis, sequence, deferred)
         if attention is None:
@@ -490,8 +494,8 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
             if attention.adapters is not None and axis.size > 1:
                 attention.adapters = TensorParallelAdapters(attention.adapters, axis, gathered)
         attention.out = RowParallelLinear(attention.out, axis, gathered, deferred)
-    if model.embed is not None and axis.size > 1:
-        embed: Embedding = model.embed
+    if model.embedding is not None and axis.size > 1:
+        embed = model.embedding
         embed.tokens = VocabParallelEmbedding(embed.tokens, axis, in_sequence_order)
         if embed.positions is not None and sequence:
             embed.positions = SequenceParallelPositions(embed.positions, axis)

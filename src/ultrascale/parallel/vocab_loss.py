@@ -36,11 +36,11 @@ class VocabParallelChunkedHead(ChunkedHead):
         super().__init__(plain)
         self.axis, self.sequence = axis, sequence
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, normed: Tensor, targets: Tensor) -> Tensor:
         # One row of targets per slice of the sequence, in the order in which slices are gathered.
         ranks = self.axis.size if self.sequence else 1
         slices = torch.unflatten(targets, 1, (ranks, -1)).transpose(0, 1).flatten(1)
-        rows = hidden.flatten(0, -2)
+        rows = self.scaled(normed).flatten(0, -2)
         return vocab_parallel_cross_entropy(
             rows, self.linear.weight, slices, self.axis, function=self.function, z_loss=self.criterion.z_loss
         )

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.kernels.float8_gemm import E4M3, Float8Weight, power_of_two_scale
 from ultrascale.kernels.fused import FusedBlock
-from ultrascale.model.transformer import Transformer
+from ultrascale.model.transformer import PredictionBlock, Transformer
 from ultrascale.parallel import comm, torch_private
 from ultrascale.parallel.comm import Axis
 from ultrascale.parallel.data import GradientReducer
@@ -52,14 +52,18 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], compute: tor
         expert_options = {**options, "mesh": _device_mesh(mesh, mesh.expert_shard)}
         for mlp in model.moe_layers().values():
             fully_shard(mlp.experts, reshard_after_forward=reshard, **expert_options)
-    groups: list[FSDPModule] = [fully_shard(block, reshard_after_forward=reshard, **options) for block in model.each_block()]
-    if not (model.model.tied_embeddings and model.embed is not None and model.head is not None):
-        if model.embed is not None:
-            embed = fully_shard(model.embed, reshard_after_forward=reshard, **options)
+    blocks: list[FSDPModule] = [fully_shard(block, reshard_after_forward=reshard, **options) for block in model.each_block()]
+    predicting = [block for block in blocks if isinstance(block, PredictionBlock)]
+    groups = [block for block in blocks if block not in predicting]
+    embedding = model.embedding
+    if not (model.model.tied_embeddings and embedding is not None and model.head is not None):
+        if embedding is not None:
+            embed = fully_shard(embedding, reshard_after_forward=reshard, **options)
             embed.set_unshard_in_backward(False)  # which does not need its weight
             groups.insert(0, embed)
         if model.head is not None:  # stays gathered: backward begins with it
             groups.append(fully_shard(model.head, reshard_after_forward=False, **options))
+    groups += predicting  # which run within the head
     fully_shard(model, reshard_after_forward=False, **options)  # a tied embedding is in the root's group
     for group, following in pairwise(groups):
         group.set_modules_to_forward_prefetch([following])
@@ -136,7 +140,7 @@ class FSDPGrads(GradientReducer):
         assert isinstance(module, FSDPModule)
         self.fsdp: FSDPModule = module
         self.ends: list[nn.Module] = [
-            one for one in (module.embed, module.head) if one is not None and isinstance(one, FSDPModule)
+            one for one in (module.embedding, module.head) if one is not None and isinstance(one, FSDPModule)
         ]
         self.gather_again = mesh.layout.zero == 3
         self.every_microbatch = every_microbatch or mesh.layout.zero >= 2

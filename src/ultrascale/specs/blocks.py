@@ -14,6 +14,7 @@ from ultrascale.specs.validate import FrozenSpec, shown
 Count = Annotated[int, Field(strict=True, gt=0, le=2**31)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31)]
 Layers = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # Schedules and stages walk the layers one by one.
+Depth = Annotated[int, Field(strict=True, ge=0, le=64)]
 Factor = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
 FactorOrZero = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -96,6 +97,8 @@ class LayerKind(NamedTuple):
 
     mixer: Literal["attention", "linear", "mamba", "none"] = "attention"
     mlp: Literal["dense", "moe", "none"] = "dense"
+    predicts: bool = False
+    """a layer of multi-token prediction, with norms and a projection of two hidden states before it"""
 
     @property
     def sublayers(self) -> int:

@@ -136,6 +136,8 @@ _GATED_DELTA = (
     Key("linear_value_head_dim", "linear_attention.value_head_dim", default=128),
     Key("linear_conv_kernel_dim", "linear_attention.conv_kernel", default=4),
 )
+# Layers of multi-token prediction, which transformers' models leave out.
+_AHEAD = Key("num_nextn_predict_layers", "mtp_depth", "count or zero", default=0, aliases=("num_mtp_layers",))
 _DEEPSEEK_EXPERTS = (
     *_moe("n_routed_experts", "moe_intermediate_size"),
     Key("n_shared_experts", "moe.shared_experts", "count or zero", default=0),
@@ -501,6 +503,7 @@ FAMILIES: dict[str, HFFamily] = {
             DenseWidth(dense_default=1),
             Key("attention_bias", "qkv_bias", "flag", default=False),
             Key("use_qk_norm", "qk_norm", "flag", default=False),
+            _AHEAD,
         ),
         {"moe.router": "sigmoid", "moe.router_bias": True},
     ),
@@ -512,7 +515,7 @@ FAMILIES: dict[str, HFFamily] = {
     "deepseek_v3": HFFamily(
         "DeepseekV3ForCausalLM",
         "DeepseekV3DecoderLayer",
-        (*_common(head_dim=None), DeepSeekMLP(v3=True), *_LATENT, Only("rope_interleave", True)),
+        (*_common(head_dim=None), DeepSeekMLP(v3=True), *_LATENT, Only("rope_interleave", True), _AHEAD),
     ),
     "starcoder2": HFFamily(
         "Starcoder2ForCausalLM",

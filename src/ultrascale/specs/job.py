@@ -112,6 +112,11 @@ class Job(FrozenSpec):
                 f"job.adapter_rank is {self.adapter_rank} but {model.name or 'the model'} has {what}, "
                 "whose training with adapters is not modelled: try null"
             )
+        if self.adapter_rank is not None and model.mtp_depth:
+            raise ValueError(
+                f"job.adapter_rank is {self.adapter_rank} but {model.name or 'the model'} predicts several tokens, which "
+                "adapters are not trained for: try model.mtp_depth=0"
+            )
         if model.positions == "learned" and model.max_positions is not None and self.seq > model.max_positions:
             raise ValueError(
                 f"job.seq is {self.seq} but {model.name or 'the model'} has {model.max_positions} learned positions: "

@@ -18,6 +18,7 @@ from ultrascale.specs.blocks import (
     MLA,
     Count,
     CountOrZero,
+    Depth,
     Factor,
     Flag,
     LayerKind,
@@ -141,6 +142,12 @@ class Model(FrozenSpec):
     residual_scale: Factor = Field(default=1.0, description="What attention and MLP add is multiplied by it.")
     logits_scale: Factor = Field(default=1.0, description="Logits are multiplied by it.")
     moe: MoE | None = Field(default=None, examples=[{"experts": 8, "top_k": 2, "expert_ffn": 14336}])
+    mtp_depth: Depth = Field(
+        default=0,
+        description="Multi-token prediction (DeepSeek-V3): how many tokens after the next are predicted, each by one more "
+        "layer of the last kind, with the model's embedding and head.",
+        examples=[1],
+    )
     family: Text | None = Field(
         default=None,
         description="model_type of Hugging Face as whose config and tensors it is written; None: the first that can say it.",
@@ -231,7 +238,16 @@ class Model(FrozenSpec):
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer's attention; None: full."""
-        return self.sliding_window if self._attention(layer) == "local" else None
+        return self.sliding_window if self._attention(self._main(layer)) == "local" else None
+
+    @property
+    def all_layers(self) -> int:
+        """Layers, and those of multi-token prediction, which follow them."""
+        return self.layers + self.mtp_depth
+
+    def _main(self, layer: int) -> int:
+        """The layer of the model that this one is like: one of multi-token prediction is like the last."""
+        return min(layer, self.layers - 1)
 
     @property
     def attention_layers(self) -> int:
@@ -248,21 +264,22 @@ class Model(FrozenSpec):
 
     @property
     def each_kind(self) -> tuple[LayerKind, ...]:
-        """What each layer consists of."""
+        """What each layer consists of, those of multi-token prediction last."""
         dense = self.layers if self.moe is None else self.moe.dense_layers
-        return _each_kind(self.layers, self.attention_pattern, self.one_sublayer, dense)
+        return _each_kind(self.layers, self.attention_pattern, self.one_sublayer, dense, self.mtp_depth)
 
     def kind(self, layer: int) -> LayerKind:
         return self.each_kind[layer]
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's queries and keys are rotated by their positions."""
-        return self.positions == "rotary" and (not self.rope_pattern or self.rope_pattern[layer % len(self.rope_pattern)])
+        pattern = self.rope_pattern
+        return self.positions == "rotary" and (not pattern or pattern[self._main(layer) % len(pattern)])
 
     @property
     def local_layers(self) -> int:
         """How many layers have a sliding window."""
-        return 0 if self.sliding_window is None else sum(self.window(layer) is not None for layer in range(self.layers))
+        return 0 if self.sliding_window is None else sum(self.window(layer) is not None for layer in range(self.all_layers))
 
     @property
     def rotated_dim(self) -> int:
@@ -313,12 +330,12 @@ class Model(FrozenSpec):
 
     @property
     def sublayers(self) -> int:
-        """Attention, its like, and MLPs of all layers: what adds to the residual stream."""
+        """Attention, its like, and MLPs of all layers but those of multi-token prediction: what adds to the residual stream."""
         return self.layers if self.one_sublayer else 2 * self.layers
 
     def is_moe_layer(self, index: int) -> bool:
-        if not 0 <= index < self.layers:
-            raise IndexError(f"layer {index} of a model with {self.layers} layers")
+        if not 0 <= index < self.all_layers:
+            raise IndexError(f"layer {index} of a model with {self.all_layers} layers")
         return self.each_kind[index].has_experts
 
     @property
@@ -354,7 +371,9 @@ class Model(FrozenSpec):
 
 
 @lru_cache(maxsize=1024)
-def _each_kind(layers: int, pattern: tuple[AttentionKind, ...], one_sublayer: bool, dense_layers: int) -> tuple[LayerKind, ...]:
+def _each_kind(
+    layers: int, pattern: tuple[AttentionKind, ...], one_sublayer: bool, dense_layers: int, mtp_depth: int
+) -> tuple[LayerKind, ...]:
     found = []
     for layer in range(layers):
         attention = pattern[layer % len(pattern)] if pattern else "full"
@@ -362,7 +381,7 @@ def _each_kind(layers: int, pattern: tuple[AttentionKind, ...], one_sublayer: bo
         mixer = "attention" if attention == "full" or attention == "local" else attention
         mlp: Literal["dense", "moe"] = "moe" if layer >= dense_layers else "dense"
         found.append(LayerKind(mixer, mlp if not one_sublayer or mixer == "none" else "none"))
-    return tuple(found)
+    return (*found, *[found[-1]._replace(predicts=True)] * mtp_depth)
 
 
 @lru_cache(maxsize=1024)
@@ -444,6 +463,9 @@ def _problems(model: Model) -> Iterator[str]:
             f"model.moe.dense_layers is {model.moe.dense_layers} but there are only layers = {model.layers}: "
             f"try {min(1, model.layers)}"
         )
+    if model.mtp_depth and (model.positions == "learned" or model.one_sublayer):
+        has = "one_sublayer is true" if model.one_sublayer else "positions are learned"
+        yield f"model.mtp_depth is {model.mtp_depth} but {has}, and no published model predicts several tokens so: try 0"
     if model.dense_layers and not model.ffn:
         yield f"model.ffn is 0 but {model.dense_layers} layers have a dense MLP: try {4 * model.hidden}"
 

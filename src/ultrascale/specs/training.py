@@ -107,6 +107,14 @@ class Training(FrozenSpec):
         strict=True,
         description="weight of the squared log-sum-exp of each token's logits, which is added to its loss; 0: none",
     )
+    mtp_weight: float = Field(
+        0.3,
+        gt=0,
+        le=100,
+        strict=True,
+        description="weight of the mean cross-entropy of the tokens after the next, where the model predicts them "
+        "(model.mtp_depth), in the loss",
+    )
     eval_every: int = Field(0, ge=0, le=2**40, strict=True, description="steps between evaluations; 0: none")
     eval_batches: int = Field(4, ge=1, le=2**20, strict=True, description="global batches in one evaluation")
     stop_at_loss: float | None = Field(
@@ -202,7 +210,9 @@ class Training(FrozenSpec):
         600.0, gt=0, le=1e6, strict=True, description="seconds without progress until a run names who holds it up and ends"
     )
 
-    @field_validator("lr", "eps", "weight_decay", "clip_value", "z_loss", "balance_loss", "router_bias_rate", mode="before")
+    @field_validator(
+        "lr", "eps", "weight_decay", "clip_value", "z_loss", "mtp_weight", "balance_loss", "router_bias_rate", mode="before"
+    )
     @classmethod
     def _power_of_ten(cls, value: Any) -> Any:
         # YAML 1.1 reads 1e-3 as text, since it has no point; people write learning rates that way.

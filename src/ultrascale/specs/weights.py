@@ -181,9 +181,14 @@ def mixer(model: Model, kind: LayerKind) -> list[WeightShape]:
     return {"attention": attention, "linear": linear_attention, "mamba": mamba}[kind.mixer](model)
 
 
+def prediction(model: Model) -> list[WeightShape]:
+    """Of a layer of multi-token prediction: norms of the embedding, of the hidden state and of its output; a projection."""
+    return [WeightShape(model.hidden, 2 * model.hidden), *[norm(model)] * 3]
+
+
 def layer_weights(model: Model, kind: LayerKind) -> list[WeightShape]:
     """Of one layer, routed experts left out."""
-    trunk = [*mixer(model, kind), *norms(model)]
+    trunk = [*mixer(model, kind), *norms(model), *(prediction(model) if kind.predicts else [])]
     if kind.mlp == "none":
         return trunk
     return [*trunk, *(router(model) + shared_expert(model) if kind.mlp == "moe" else mlp(model, model.ffn))]

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ultrascale.data.digest import data_digest
+from ultrascale.model.transformer import EMBEDDING, copy_of_embedding
 from ultrascale.parallel.mesh import group_timeout_s
 from ultrascale.specs.checkpointing import Checkpointing
 from ultrascale.specs.errors import RunError, SpecError
@@ -40,7 +41,6 @@ from ultrascale.train.optimizer import Weight
 
 NOTE_AFTER_S = 2.0
 LONGEST_SAVE_S = 1800.0  # torch's default timeout of gloo
-HEAD, EMBEDDING = "head.linear.weight", "embed.tokens.weight"
 
 
 class CheckpointManager:
@@ -221,8 +221,8 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
         if base is not None:
             _load(_frozen(engine), base, group, moving)
             engine.base = base.folder.resolve()
-            for head, embedding in _tied_weights(engine, engine.frozen):
-                head.set(embedding.exact())
+            for copy, embedding in _embedding_copies(engine, engine.frozen):
+                copy.set(embedding.exact())
         if base is source:
             return
     engine.optimizer.continued(0 if weights_alone else source.updates)
@@ -243,10 +243,10 @@ def restore(engine: Engine, source: Checkpoint, weights_alone: bool = False, mov
             buffer = buffers.get((id(weight), name if name == "model" else f"optimizer.{name}"))
             if buffer is not None and weight.master.numel():
                 weight.set(buffer) if name == "model" else optimizer.set_moment(weight, name, buffer)
-    for head, embedding in _tied_weights(engine, engine.weights):
-        head.set(embedding.exact())
-        for name in optimizer.moments(head) if has_moments else ():
-            optimizer.set_moment(head, name, optimizer.moment(embedding, name))
+    for copy, embedding in _embedding_copies(engine, engine.weights):
+        copy.set(embedding.exact())
+        for name in optimizer.moments(copy) if has_moments else ():
+            optimizer.set_moment(copy, name, optimizer.moment(embedding, name))
     optimizer.fill()
     if not has_moments or absent:
         optimizer.start_ema()
@@ -330,14 +330,14 @@ def _writes(weight: Weight, number: int) -> bool:
 
 
 def _stored_name(weight: Weight, engine: Engine) -> str:
-    return EMBEDDING if weight.shard.name == HEAD and engine.job.model.tied_embeddings else weight.shard.name
+    return EMBEDDING if weight.shard.name == copy_of_embedding(engine.job.model) else weight.shard.name
 
 
-def _tied_weights(engine: Engine, weights: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Tied head and embedding on the same rank: a V schedule has the first and last stage on its first rank."""
-    named = {weight.shard.name: weight for weight in weights}
-    if engine.job.model.tied_embeddings and HEAD in named and EMBEDDING in named:
-        yield named[HEAD], named[EMBEDDING]
+def _embedding_copies(engine: Engine, weights: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Embedding and its copy on the same rank: a V schedule has the first and last stage on its first rank."""
+    named, copy = {weight.shard.name: weight for weight in weights}, copy_of_embedding(engine.job.model)
+    if copy in named and EMBEDDING in named:
+        yield named[copy], named[EMBEDDING]
 
 
 def _rng_states(engine: Engine) -> Pieces:

@@ -84,7 +84,7 @@ class RouterBalance:
         moe = job.model.moe
         assert moe is not None
         self.routers, self.moe, self.job, self.mesh, self.training = routers, moe, job, mesh, training
-        self.layers = tuple(filter(job.model.is_moe_layer, range(job.model.layers)))
+        self.layers = tuple(filter(job.model.is_moe_layer, range(job.model.all_layers)))
         self.weights = {weight.shard.name: weight for weight in weights}
         self.balance_grad = torch.zeros((), device=mesh.device)
         for router in routers.values():

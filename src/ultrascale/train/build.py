@@ -18,7 +18,7 @@ from ultrascale.kernels.deferred import DeferredWeightGrads
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model import adapters
 from ultrascale.model.moe import Router
-from ultrascale.model.transformer import Transformer, full_weight
+from ultrascale.model.transformer import Transformer, copy_of_embedding, full_weight
 from ultrascale.parallel import context, expert, fused_block, recompute, tensor, vocab_loss, zero
 from ultrascale.parallel.data import BucketedGrads, DDPGrads, GradientReducer, SingleMicrobatchGrads
 from ultrascale.parallel.float8_block import TensorParallelFloat8Block
@@ -78,7 +78,8 @@ def build_engine(job: Job, mesh: Mesh, training: Training, batches: Batches) -> 
     if why_not_gathered_in_fp8(job, layout, training) is None:
         groups = [group for module in modules for group in float8.weights(module)]
         scales = Float8GatherScales(groups, mesh.shard, dtype, device) if groups else None
-    pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales, training.z_loss > 0)
+    losses = 1 + (training.z_loss > 0) + (job.model.mtp_depth > 0)
+    pipeline = Pipeline(chunks, schedule, mesh, boundary_shape(job, layout), dtype, scales, losses)
     return Engine(job, mesh, training, batches, pipeline, weights, frozen, routers, own, autotuned)
 
 
@@ -127,6 +128,7 @@ def _chunk(
             loss.apply(module)
         if module.head is not None:
             module.head.criterion.z_loss = training.z_loss
+            module.head.mtp_weight = training.mtp_weight / max(1, job.model.mtp_depth)
         if job.precision == "fp8":
             forms = (TensorParallelFloat8Block, VocabParallelFloat8Head) if mesh.tp.size > 1 else ()
             float8.apply(module, training.fp8_scaling, training.fp8_keep, mesh.device, *forms)
@@ -203,9 +205,7 @@ def _weight(
         master = local
     else:
         master = part.to("cpu" if host else local.device, torch.float32, copy=True)
-    # A tied head on its own stage is a second copy of the embedding.
-    copy_of_embedding = name == "head.linear.weight" and job.model.tied_embeddings
-    shard = replace(shard, is_primary=shard.is_primary and not copy_of_embedding)
+    shard = replace(shard, is_primary=shard.is_primary and name != copy_of_embedding(job.model))
     return Weight(shard, parameter, local, master, gradients)
 
 

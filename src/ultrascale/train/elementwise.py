@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ultrascale.model.transformer import EMBEDDING
 from ultrascale.parallel.mesh import Shard
 from ultrascale.specs.job import ADAMW_MOMENTS
 
@@ -63,12 +64,11 @@ class RoundedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weights: Sequence[Weight],
-        tied: bool,
+        copy: str | None,
         moments: BF16Moments | E4M3Moments,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        # A tied head on a stage of its own is a copy of the embedding, and has to stay one.
-        same = {"head.linear.weight": "embed.tokens.weight"} if tied else {}
+        same = {} if copy is None else {copy: EMBEDDING}
         self.shards = {
             weight.master: replace(weight.shard, name=same.get(weight.shard.name, weight.shard.name)) for weight in weights
         }

@@ -15,6 +15,8 @@ from ultrascale.kernels.autotune import AttentionTimes, DeltaRuleCheck, MLPTimes
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
 from ultrascale.kernels.selection import Kernels
 from ultrascale.model.moe import Router
+from ultrascale.model.multi_token import tokens_ahead
+from ultrascale.model.transformer import EMBEDDING, copy_of_embedding
 from ultrascale.parallel import comm, context
 from ultrascale.parallel.comm import Axis, profile_range
 from ultrascale.parallel.mesh import Mesh
@@ -45,6 +47,8 @@ class StepResult:
     """loads of the experts; None for a dense model"""
     z_loss: float | None = None
     """with train.z_loss: what is added to the loss; the mean over the same tokens"""
+    mtp_loss: float | None = None
+    """with model.mtp_depth: the mean cross-entropy of the tokens after the next, over depths and the same tokens"""
     stop: bool = False
     """some rank received a signal to end the run"""
 
@@ -110,8 +114,9 @@ class Engine:
         self._loss_weight = torch.ones((), dtype=torch.float64, device=mesh.device)
         """what each token's loss is multiplied by in backward: a tensor, since CUDA graphs keep numbers"""
         self._passes = graphed(self._forward_and_backward, self.cuda_graphs, before=self._clear_gradients)
-        tied = ("embed.tokens.weight", "head.linear.weight") if job.model.tied_embeddings else ()
-        self._tied = [weight for weight in self.weights if weight.shard.name in tied]
+        copy = copy_of_embedding(job.model)
+        copies = () if copy is None else (EMBEDDING, copy)
+        self._copies = [weight for weight in self.weights if weight.shard.name in copies]
 
     def step(self, number: int) -> StepResult:
         """Step `number`, counted from 0."""
@@ -121,7 +126,7 @@ class Engine:
     def backward(self, batch: Batch) -> torch.Tensor:
         """Runs forward and backward of a step's batch; leaves the (scaled) gradients in place.
 
-        Returns the means of cross-entropy and, if there is one, z-loss.
+        Returns the means of cross-entropy and, if there are such, of z-loss and of the weighted losses of further tokens.
         """
         self._batch = batch
         # Data ranks average their gradients: with this weight, the average is the gradient of the mean over all losses.
@@ -161,11 +166,19 @@ class Engine:
             factor = self._clip_factor(norm)
             self.optimizer.step(rate, torch.where(torch.isfinite(loss[0]) & torch.isfinite(norm), factor, torch.nan))
         began = time.perf_counter()
-        mean, *z_loss, length, stop = values.wait()
+        mean, *others, length, stop = values.wait()
+        mtp_loss = others.pop() / self.training.mtp_weight if self.job.model.mtp_depth else None
         if self.cuda_graphs is not None:
             self.cuda_graphs.waited(time.perf_counter() - began)
         result = StepResult(
-            mean, length, rate, skipped=False, loads=self._loads, z_loss=next(iter(z_loss), None), stop=bool(stop)
+            mean,
+            length,
+            rate,
+            skipped=False,
+            loads=self._loads,
+            z_loss=next(iter(others), None),
+            mtp_loss=mtp_loss,
+            stop=bool(stop),
         )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             if queued:
@@ -201,16 +214,19 @@ class Engine:
     def read(self, number: int, held_out: bool = False) -> Batch:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
         found, losses = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
+        has_ahead = self.job.model.mtp_depth > 0 and not held_out
         if self.cuda_graphs is not None and not held_out:
             self.cuda_graphs.paused = number < self.ramp.end
             if not self.cuda_graphs.paused:
-                return Batch(self.cuda_graphs.copy_rows(found), self.positions, losses)
+                return Batch(self.cuda_graphs.copy_rows(found), self.positions, losses, has_ahead)
         microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
-        return Batch(microbatches, self.positions, losses)
+        return Batch(microbatches, self.positions, losses, has_ahead)
 
     def _host_rows(self, number: int, held_out: bool = False) -> tuple[list[tuple[torch.Tensor, ...]], int]:
-        """Per micro-batch, inputs, targets and, with a document mask, document indices; and the losses of the global batch."""
-        layout, place, batches = self.mesh.layout, self.mesh.place, self.batches
+        """Per micro-batch, inputs, targets, with a document mask document indices, in training what multi-token prediction
+        reads and predicts; and the losses of the global batch.
+        """
+        layout, place, batches, depth = self.mesh.layout, self.mesh.place, self.batches, self.job.model.mtp_depth
         read = batches.evaluation if held_out else batches.train
         found = []
         gas = layout.gas if held_out else self.ramp.sequences(number) // (layout.mbs * layout.dp)
@@ -219,6 +235,8 @@ class Engine:
             parts: tuple[torch.Tensor, ...] = read(number, rows)
             if self.training.document_mask:
                 parts = (*parts, batches.documents(number, rows, held_out))
+            if depth and not held_out:
+                parts = (*parts, tokens_ahead(parts[0], parts[1], depth, *parts[2:]))
             found.append(tuple(self._own_slice(part) for part in parts))
         return found, batches.losses(number, held_out)
 
@@ -232,7 +250,7 @@ class Engine:
         return part.pin_memory() if self.mesh.device.type == "cuda" else part
 
     def _complete_gradients(self) -> None:
-        """Sums partial gradients of ranks with the same parameter: norms on slices, replicated kv heads, tied embeddings."""
+        """Sums partial gradients of ranks with the same parameter: norms on slices, replicated kv heads, embeddings."""
         experts = [weight.gradient for weight in self.weights if weight.shard.rows is not None]
         if experts:  # they were averaged over the ranks that hold them, but got tokens from all data ranks
             foreach_mul_(experts, 1 / self.mesh.ep.size)
@@ -243,17 +261,18 @@ class Engine:
                 by_axis.setdefault(id(axis.group), (axis, []))[1].append(weight.gradient)
         for axis, gradients in by_axis.values():
             _all_reduce_flat(gradients, axis)
-        self._sum_tied_gradients()
+        self._sum_gradients_of_embedding()
 
-    def _sum_tied_gradients(self) -> None:
-        if self.mesh.pp.size == 1 or not self._tied:
+    def _sum_gradients_of_embedding(self) -> None:
+        """With its copy's."""
+        if self.mesh.pp.size == 1 or not self._copies:
             return
-        if len(self._tied) == 2:  # a V schedule has the first and last stage on its first rank
-            first, last = (weight.gradient for weight in self._tied)
+        if len(self._copies) == 2:  # a V schedule has the first and last stage on its first rank
+            first, last = (weight.gradient for weight in self._copies)
             first += last
             last.copy_(first)
         else:
-            comm.all_reduce(self._tied[0].gradient, self.mesh.ends)
+            comm.all_reduce(self._copies[0].gradient, self.mesh.ends)
 
     def _sum_of_losses(self, total: torch.Tensor) -> torch.Tensor:
         """All-reduces losses and stop request. Only last stages have a loss, which is the same on each of their tp ranks."""

@@ -69,6 +69,8 @@ class StepRecord:
     """how long checkpoints have blocked training since the last row"""
     z_loss: float | None = None
     """with train.z_loss: what is added to the loss"""
+    mtp_loss: float | None = None
+    """with model.mtp_depth: the mean cross-entropy of the tokens after the next"""
     balance_loss: float | None = None
     """mean over sequences and MoE layers; 1 is perfectly balanced"""
     expert_load: tuple[float, ...] | None = None
@@ -300,6 +302,7 @@ class MetricsRecorder:
             eval_loss=eval_loss,
             checkpoint_s=checkpoint_s,
             z_loss=result.z_loss,
+            mtp_loss=result.mtp_loss,
             balance_loss=loads.balance_loss if loads else None,
             expert_load=loads.busiest if loads else None,
             expert_tokens=loads.per_expert if loads else None,

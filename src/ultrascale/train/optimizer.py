@@ -17,6 +17,7 @@ from torch import nn
 
 from ultrascale.kernels import split_master
 from ultrascale.kernels.cuda_graphs import CUDAGraphPool, graphed
+from ultrascale.model.transformer import copy_of_embedding
 from ultrascale.parallel import comm
 from ultrascale.parallel.data import GradientReducer
 from ultrascale.parallel.mesh import Mesh, Shard
@@ -295,9 +296,9 @@ def _inner(weights: list[Weight], job: Job, training: Training) -> torch.optim.O
         # Fused on either device: twice as fast, and without temporary copies of every weight.
         return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
     if job.optimizer in ("adamw-bf16", "adamw-8bit"):
-        betas, tied = (training.beta1, training.beta2), job.model.tied_embeddings
+        betas, copy = (training.beta1, training.beta2), copy_of_embedding(job.model)
         moments = BF16Moments() if job.optimizer == "adamw-bf16" else E4M3Moments()
-        return RoundedAdamW(groups, training.lr, betas, training.eps, weights, tied, moments)
+        return RoundedAdamW(groups, training.lr, betas, training.eps, weights, copy, moments)
     if job.optimizer == "lion":
         return Lion(groups, training.lr, (training.beta1, training.beta2))
     assert job.optimizer in ("sgd", "sgd-momentum")

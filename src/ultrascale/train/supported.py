@@ -72,6 +72,12 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             f"train.z_loss is {training.z_loss:g} but gradients of logits in fp8 have room for {FP8_MAX_Z_LOSS:g} at most: "
             f"try {FP8_MAX_Z_LOSS:g}, or job.precision=bf16"
         )
+    weight, default = training.mtp_weight, Training.model_fields["mtp_weight"].default
+    if weight != default and not job.model.mtp_depth:
+        yield (
+            f"{WHAT}.mtp_weight is {weight:g} but {job.model.name} predicts the next token alone: try {default:g}, or "
+            "model.mtp_depth=1"
+        )
     yield from _ramp_problems(job, layout, training)
     yield from _expert_problems(job, layout, training)
     yield from _optimizer_problems(job, training)

@@ -73,6 +73,8 @@ def layer(job: Job, columns: LayoutColumns, kind: LayerKind, recomputes: bool = 
     modules: dict[str, Array] = {}
     if kind.mixer != "none":
         modules |= {"attention norm": normed, "qkv input": operand, **mixer(job, columns, kind)}
+    if kind.predicts:  # the embedding of a later token, its norm and the hidden state's as one, and what the last norm reads
+        modules |= {"prediction inputs": normed + 2 * operand, "prediction output": normed}
     if kind.mlp != "none":
         mlp = _moe(job, columns, tokens, b, residual) if kind.has_experts else _mlp(job, columns, tokens, b, operand)
         modules |= {"mlp norm": normed, **mlp}
@@ -321,6 +323,8 @@ def _apply_policy(
         padded = job.model.qk_head_dim / (job.model.qk_head_dim + mla.v_head_dim)
         switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
         kept["attention output"] = kept["attention output"] * np.where(plain & ~switches, padded, 1.0)
+    if exact and "prediction inputs" in kept:  # of three tensors the embedding, which is not computed again
+        kept["prediction inputs"] = np.where(plain, modules["prediction output"], kept["prediction inputs"])
     # Outputs of GEMMs: of attention's, and of the MLP's if a norm needs it.
     if exact and job.model.parallel_residual != "none":
         kept["mlp norm"] = np.where(plain, residual, kept["mlp norm"])
@@ -350,6 +354,17 @@ class HeadActivations:
 
 
 def head(job: Job, columns: LayoutColumns) -> HeadActivations:
+    one, depth = _next_token_head(job, columns), job.model.mtp_depth
+    if not depth:
+        return one
+    # Losses of further tokens wait for that of the next; what their norms read is counted with their layers.
+    norm = norm_bytes(job) * columns.tokens(job.seq) * job.model.hidden / columns.sequence_cut
+    waiting = np.asarray(depth * (one.saved - norm))
+    backward = np.where(one.backward > 0, one.backward + waiting, 0.0)
+    return HeadActivations(one.saved + waiting, one.peak + waiting, one.forward + waiting, backward)
+
+
+def _next_token_head(job: Job, columns: LayoutColumns) -> HeadActivations:
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
     norm = (norm_bytes(job) + b) * tokens * job.model.hidden / columns.sequence_cut
     statistics = 2 * FP32 * tokens

@@ -472,14 +472,22 @@ class ChunkMemory:
     @cached_property
     def tied_group(self) -> Array:
         """Elements of an embedding that is tied to the head beside it, FSDP's root group, with the final norm."""
-        tied = (self.share.embedding == 1) & (self.share.head == 1) & self.job.model.tied_embeddings
+        tied = (self.embeds > 0) & (self.share.head == 1) & self.job.model.tied_embeddings
         return np.where(tied, self.own.ends, 0.0)
+
+    @cached_property
+    def embeds(self) -> Array:
+        """Whether the chunk looks up embeddings: the first does, with multi-token prediction the last, too."""
+        return np.asarray(self.share.embedding + self._embedding_copies(self.share))
+
+    def _embedding_copies(self, share: RankShare) -> Array:
+        return np.asarray(share.head * self.columns.has_pipeline * (self.job.model.mtp_depth > 0))
 
     @cached_property
     def embedding_group(self) -> Array:
         """Elements of an embedding that is a group of its own: in ZeRO-3 freed after forward, and backward needs it not."""
         own = states.on_tp_rank(weights.embedding(self.job.model), self.job.model, self.columns, self.shards)
-        return np.where(self.tied_group > 0, 0.0, self.share.embedding * own)
+        return np.where(self.tied_group > 0, 0.0, self.embeds * own)
 
     @cached_property
     def head_group(self) -> Array:
@@ -534,8 +542,10 @@ class ChunkMemory:
         columns, rank = self.columns, self.rank_share
         model, tied = self.job.model, (columns.pp == 1) & self.job.model.tied_embeddings
         embedding = states.on_tp_rank(weights.embedding(model), model, columns, self.shards)
-        ends = np.where(tied, self.rank_params.ends, rank.embedding * embedding)
-        first = ends + np.maximum(0, columns.virtual_stages - rank.embedding) * self.first_block
+        copies = self._embedding_copies(rank)
+        last = np.where(model.tied_embeddings, self.rank_params.ends - rank.embedding * embedding, embedding)
+        ends = np.where(tied, self.rank_params.ends, rank.embedding * embedding + copies * last)
+        first = ends + np.maximum(0, columns.virtual_stages - rank.embedding - copies) * self.first_block
         last = columns.virtual_stages * self.last_group
         return self._kept_reduce_scatter_input(np.where(columns.split_backward, last, first))
 
@@ -576,7 +586,7 @@ class ChunkMemory:
         """Fresh gradient of a head that is tied to the embedding beside it, whose part is yet to come, or whose reduce-scatter
         waits for deferred weight gradients.
         """
-        tied = self.job.model.tied_embeddings & (self.share.embedding == 1)
+        tied = self.job.model.tied_embeddings & (self.embeds > 0)
         waits = self.holds_fresh_gradients & self.columns.split_backward
         return np.where(waits | tied, self.share.head * self.vocabulary_gradient, 0.0)
 

@@ -156,6 +156,8 @@ def fused_blocks_problem(job: Job) -> str | None:
         return "adapters stand beside linear layers"
     if model.moe is not None:
         return f"{model.name} has experts"
+    if model.mtp_depth:
+        return f"{model.name} predicts several tokens"
     if model.mla is not None:
         return f"{model.name} has latent attention"
     if model.recurrence is not None or model.attention_gate:
@@ -320,6 +322,7 @@ def on_rank(
     ends = share.embedding * on_tp_rank(embedding(model), model, columns, shards)
     ends = ends + owns_head * on_tp_rank([vocabulary(model)], model, columns, shards)
     ends = ends + share.head * on_tp_rank([norm(model)], model, columns, shards)
+    ends = ends + embedding_copy(model, columns, share, shards)
     trunk, experts, largest, largest_block = np.zeros((4, len(columns)))
     for kind, count, _ in share.each():
         layer = layers[kind] if layers is not None else layer_parameters(model, columns, kind, shards)
@@ -341,6 +344,13 @@ def on_rank(
         layers=np.asarray(share.layers),
         matrices=matrices,
     )
+
+
+def embedding_copy(model: Model, columns: LayoutColumns, share: RankShare, shards: Array | int = 1) -> Array:
+    """Elements of the last pipeline stage's copy of the embedding, for multi-token prediction; a tied head is one already."""
+    if not model.mtp_depth or model.tied_embeddings:
+        return np.zeros(len(columns))
+    return np.asarray(share.head * columns.has_pipeline * on_tp_rank(embedding(model), model, columns, shards))
 
 
 def partial_on_tp(
@@ -527,7 +537,7 @@ def fp8_on_rank(job: Job, columns: LayoutColumns, share: RankShare) -> Float8Gat
 def fp8_layer_mean(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Elements of a layer, averaged over the model with its first and last layer."""
     found = _fp8_of_layer(job, columns, kind, split=False)
-    return np.asarray(found.elements * max(0, job.model.layers - 2) / job.model.layers)
+    return np.asarray(found.elements * max(0, job.model.all_layers - 2) / job.model.all_layers)
 
 
 def fp8_of_largest_layer(job: Job, columns: LayoutColumns, share: RankShare) -> Array:
@@ -587,7 +597,7 @@ def fused_fp8_layers(job: Job, columns: LayoutColumns, share: RankShare) -> Arra
 
 def _end_layers(model: Model, share: RankShare, kind: LayerKind) -> Array:
     """First and last layer of the model, where a rank has them and they are of that kind."""
-    first, last = (model.kind(index) == kind for index in (0, model.layers - 1))
-    if model.layers == 1:
+    first, last = (model.kind(index) == kind for index in (0, model.all_layers - 1))
+    if model.all_layers == 1:
         return share.embedding * first
     return np.asarray(share.embedding * first + share.head * last)
