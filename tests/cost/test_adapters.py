@@ -8,9 +8,11 @@ from builders import make_job
 from ultrascale.cost import engines
 from ultrascale.cost.estimate import estimate
 from ultrascale.measure.accuracy.runs import read_row
+from ultrascale.specs import weights
 from ultrascale.specs.errors import SpecError
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.model import Model
 
 RANK = 16
 LAYERS, HIDDEN, FFN, VOCAB = 32, 4096, 11008, 32000  # llama-2-7b: as many kv heads as heads
@@ -30,6 +32,19 @@ def test_only_adapters_have_gradients_and_states() -> None:
     found = estimate(job(RANK, alone), alone).memory[0].memory
     assert found.parameters == pytest.approx(2 * (WEIGHTS + ADAPTERS))
     assert (found.master, found.gradients, found.optimizer) == pytest.approx((4 * ADAPTERS, 4 * ADAPTERS, 8 * ADAPTERS))
+
+
+def test_adapters_beside_latent_attention_and_shared_experts() -> None:
+    """DeepSeek-V3: beside the projections to the latents, from them and of the output; dense MLPs of three layers, 58 shared
+    experts. Routed experts and routers have none.
+    """
+    model, h = Model.load("deepseek-v3"), 7168
+    attention = (h + 576) + (h + 1536) + (1536 + 128 * 192) + (512 + 128 * 256) + (128 * 128 + h)
+    elements = 61 * attention + 3 * 3 * (h + 18432) + 58 * 3 * (h + 2048)
+    found = sum(
+        count * weights.elements(weights.adapters(model, kind, RANK, True, False)) for kind, count in model.layer_kinds.items()
+    )
+    assert found == RANK * elements
 
 
 def test_frozen_weights_of_zero_3_stay_in_bf16() -> None:
@@ -68,9 +83,9 @@ def test_what_is_reduced_shrinks_with_the_adapters() -> None:
     assert adapters.time.data_s < 0.1 * full.time.data_s
 
 
-def test_experts_and_engines_refuse_adapters() -> None:
-    with pytest.raises(SpecError, match=r"job\.adapter_rank is 16 but .* has experts"):
-        job(RANK, Layout(dp=8), model="qwen3-30b-a3b")
+def test_recurrences_and_engines_refuse_adapters() -> None:
+    with pytest.raises(SpecError, match=r"job\.adapter_rank is 16 but .* has linear attention"):
+        job(RANK, Layout(dp=8), model="qwen3-next-80b-a3b")
     for name in ("torchtitan", "megatron-core", "nanotron", "deepspeed", "accelerate"):
         assert "has no such setting: try null" in (engines.job_problem(job(RANK, Layout(dp=8), name)) or ""), name
     for name in ("playbook", "ultrascale"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallel.harness import check
+from parallel.harness import check, training_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"dp": 2, "data_parallel": "ddp"},
@@ -37,7 +37,36 @@ def test_losses_and_gradients_are_those_of_one_process(name: str) -> None:
     check("qwen2", adapter_rank=4, **LAYOUTS[name])
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep": {"dp": 2, "ep": 2},
+    "ep × tp × zero 3": {"dp": 2, "ep": 2, "tp": 2, "zero": 3},
+    "zero 3, sliced": {"dp": 4, "zero": 3},
+    "zero-bubble, ep": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zero-bubble"},
+}
+BESIDE_EXPERTS = ("latent", "deepseek-family", "qwen2-moe", "two-experts")
+QUICK_BESIDE_EXPERTS = ("deepseek-family, ep × tp × zero 3", "latent, tp without sp")
+
+
+def cases_beside_experts() -> list[Any]:
+    found = []
+    for model in BESIDE_EXPERTS:
+        for name, fields in {**LAYOUTS, **(EXPERTS if model != "latent" else {})}.items():
+            case = f"{model}, {name}"
+            if model == "two-experts" and name != "zero 3, sliced":
+                continue
+            found.append(pytest.param(model, fields, id=case, marks=() if case in QUICK_BESIDE_EXPERTS else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("model", "fields"), cases_beside_experts())
+def test_beside_experts_and_latent_attention(model: str, fields: dict[str, Any]) -> None:
+    overlap = "gradients" if fields.get("ep", 1) > 1 else "auto"
+    # Rounding of the first update is in the gradients of the second step.
+    check(model, training_of(expert_overlap=overlap), close=3e-5, adapter_rank=4, **fields)
+
+
 @pytest.mark.slow
 def test_beside_q_k_and_v_alone() -> None:
     check("llama", adapter_rank=4, adapter_targets="qkv", tp=2, dp=2, zero=3)
     check("gpt2", adapter_rank=4, tp=2, sequence_parallel=False)
+    check("deepseek-family", adapter_rank=4, adapter_targets="qkv", tp=2, dp=2, zero=3)

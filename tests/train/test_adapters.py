@@ -96,6 +96,33 @@ def test_adapters_are_merged_and_written_alone(base: Path, tmp_path: Path) -> No
     assert kept.step == BEFORE
 
 
+def test_those_beside_experts_and_latent_attention_are_written(tmp_path: Path) -> None:
+    weights, run = tmp_path / "base", tmp_path / "run"
+    save_weights(engine_of(job_of("deepseek-family"), ONE, TRAINING), weights)
+    job = job_of("deepseek-family", adapter_rank=RANK)
+    begin(engine_of(job, ONE, TRAINING), checkpoint.latest(weights).folder, run, BEFORE)
+    for source, name, form in ((weights, "before", "hf"), (run, "merged", "hf"), (run, "alone", "peft")):
+        convert([str(source), form, str(tmp_path / name)], dtype="fp32")
+    before, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "merged"))
+    adapters = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    targets = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())["target_modules"]
+    beside = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
+    layers, attention = job.model.layers, ("q_a", "q_b", "kv_a", "kv_b", "o")
+    assert len(beside) == layers * (len(attention) + 3)
+    assert {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= beside  # dense
+    assert {f"model.layers.1.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")} <= beside
+    modules = {name.removesuffix(".weight") for name in merged}
+    assert {name for name in modules if any(name.endswith(f".{target}") for target in targets)} == beside
+    for name in modules:  # in the order of the stored rows, of which transformers rotates pairs
+        added = torch.zeros(())
+        if name in beside:
+            down, up = (adapters[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+            added = TRAINING.adapter_alpha / RANK * up @ down
+            assert float(added.abs().max()) > 1e-3
+        key = f"{name}.weight" if f"{name}.weight" in merged else name
+        torch.testing.assert_close(merged[key], before[key] + added)
+
+
 def test_what_does_not_fit_together_is_refused(base: Path, tmp_path: Path) -> None:
     begin(engine_of(JOB, ONE, TRAINING), base, tmp_path, BEFORE)
     folder = checkpoint.latest(tmp_path).folder

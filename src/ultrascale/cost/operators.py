@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from ultrascale.cost.memory.states import (
 from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.job import Job
 from ultrascale.specs.model import Model
+from ultrascale.specs.weights import AdapterInput, adapted_ffn, adapter_inputs
 
 # Bytes that an element of an expert's output costs where its bias is weighed and added separately (TEGroupedMLP._apply_bias),
 # with fp32 weights: forward the weighed bias, the sum, the experts put together, the cast; backward the casts, and two
@@ -219,38 +221,44 @@ def frozen(job: Job, passes: Passes) -> Passes:
     return passes if job.adapter_rank is None else replace(passes, weight_grad=0.0 * passes.weight_grad)
 
 
-def adapter_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> tuple[Passes, Passes]:
+def adapter_passes(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> tuple[Passes, Passes]:
     """GEMMs of a layer's adapters (Hu 2021: down to their rank and up again), and the sums with what they stand beside.
 
     Two tensors are read and one written: the outputs of the linear layers forward, their inputs' gradients backward.
     """
     tokens, b = columns.tokens(job.seq), compute_bytes(job)
-    matmuls = adapter_matmuls(job, columns)
+    matmuls = adapter_matmuls(job, columns, kind)
     outputs = sum(np.where(matmul.name == "adapter up", matmul.n, 0.0) for matmul in matmuls)
     inputs = sum(np.where(matmul.name == "adapter down", matmul.k, 0.0) for matmul in matmuls)
     sums = (machine.stream_s(3 * b * tokens * each) for each in (outputs, inputs))
     return matmul_passes(machine, matmuls), Passes(*sums)
 
 
-def adapter_matmuls(job: Job, columns: LayoutColumns) -> list[Matmul]:
+def adapter_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Matmul]:
     """Those of one input down to the rank together, and up for each linear layer."""
     assert job.adapter_rank is not None
     model, tokens, tp, rank = job.model, columns.tokens(job.seq), columns.tp, np.asarray(float(job.adapter_rank))
     own = tokens / columns.sequence_cut  # matrices that tp does not cut see a rank's slice
-    hidden, kv = np.asarray(float(model.hidden)), model.kv_dim / np.minimum(tp, model.kv_heads)
-    joint = not job.framework.exact_memory_trace
+    hidden, joint = np.asarray(float(model.hidden)), not job.framework.exact_memory_trace
+    cuts: dict[str, Array | int] = {"rows": tp, "kv rows": np.minimum(tp, model.kv_heads), "none": 1}
 
-    def of_inputs(outputs: list[Array]) -> list[Matmul]:
+    def of_input(one: AdapterInput, narrow: Array) -> Iterator[Matmul]:
+        width, outputs = np.asarray(float(one.width)), [rows / cuts[cut] for rows, cut in one.outputs]
         if joint:
-            return [_adapter_down(tokens, rank, hidden), _adapter_up(tokens, np.asarray(sum(outputs)), rank)]
-        return [_adapter_down(own, len(outputs) * rank, hidden), *(_adapter_up(tokens, each, rank) for each in outputs)]
+            yield _adapter_down(tokens, rank, width)
+            yield _adapter_up(tokens, np.asarray(sum(outputs)), rank)
+            return
+        yield _adapter_down(narrow, len(outputs) * rank, width)
+        for (_, cut), each in zip(one.outputs, outputs, strict=True):
+            yield _adapter_up(narrow if cut == "none" else tokens, np.asarray(each), rank)
 
-    found = of_inputs([model.q_dim / tp, kv, kv])
+    found = [matmul for one in adapter_inputs(model) for matmul in of_input(one, own)]
     if job.adapter_targets == "all":
-        wide = model.ffn / tp
-        found += of_inputs([wide] * (1 + model.gated))
-        for width in (model.q_dim / tp, wide):
-            found += [_adapter_down(tokens, rank, width), _adapter_up(own, hidden, rank)]
+        found += [_adapter_down(tokens, rank, model.heads * model.v_head_dim / tp), _adapter_up(own, hidden, rank)]
+        if ffn := adapted_ffn(model, kind):
+            narrow = tokens if kind.has_experts else own  # shared experts see the gathered sequence
+            found += of_input(AdapterInput(model.hidden, ((ffn, "rows"),) * (1 + model.gated)), narrow)
+            found += [_adapter_down(tokens, rank, ffn / tp), _adapter_up(narrow, hidden, rank)]
     return found
 
 
@@ -402,7 +410,7 @@ def _busy(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKi
     if machine.efficiency.synchronous:
         memory_bound = host.cpu_elementwise(job, columns, machine, kind) + Passes(moved, 2 * moved) + biases
     if job.adapter_rank is not None:
-        added, added_bound = adapter_passes(job, columns, machine)
+        added, added_bound = adapter_passes(job, columns, machine, kind)
         matmul, memory_bound = matmul + added, memory_bound + added_bound
     return LayerTime(matmul, scores, memory_bound, Passes(), matmuls, moved + biases.forward)
 

@@ -35,6 +35,7 @@ from ultrascale.specs.blocks import LayerKind
 from ultrascale.specs.estimate import Time, Traffic
 from ultrascale.specs.job import OPTIMIZERS, Job
 from ultrascale.specs.layout import Layout
+from ultrascale.specs.weights import WeightShape, adapter_inputs
 
 
 def by_technique(job: Job, layout: Layout, machine: ClusterRates, time: Time) -> list[Traffic]:
@@ -181,9 +182,7 @@ class Stage:
     @cached_property
     def adapters(self) -> Array:
         """Elements of the stage's adapters."""
-        return np.asarray(
-            self.layers * states.on_tp_rank(states.adapter_weights(self.job), self.job.model, self.row, self.shards)
-        )
+        return states.adapters_on_rank(self.job, self.row, self.share, self.shards)
 
     @cached_property
     def fp8_layers(self) -> int:
@@ -239,23 +238,27 @@ def _adapters(stage: Stage) -> Calls:
     job, layout, gas = stage.job, stage.layout, stage.layout.gas
     assert job.adapter_rank is not None
     everywhere = job.adapter_targets == "all"
-    inputs = [3, *([1 + job.model.gated] if everywhere else [])]
-    outputs = [1, 1] if everywhere else []
-    forwards = gas * _forwards(stage, stage.layers, stage.kept_layers)
+    cut = [len(one.outputs) for one in adapter_inputs(job.model) if one.outputs[0][1] != "none"]
+    # Of attention in all layers, and of dense MLPs: a rank's part of shared experts is summed with the layer's output.
+    dense, kept_dense = stage.layers - stage.moe_layers, stage.kept_layers - stage.kept_moe_layers
+    inputs = [(each, stage.layers, stage.kept_layers) for each in cut]
+    inputs += [(1 + job.model.gated, dense, kept_dense)] * everywhere
+    outputs = [(1, stage.layers, stage.kept_layers), (1, dense, kept_dense)] if everywhere else []
 
     def sent(op: Op, adapters: int) -> CollectiveTransfer:
         size = compute_bytes(job) * stage.row.tokens(job.seq) * adapters * job.adapter_rank
         return transfer(stage.machine, "tensor", op, size, stage.work.places.tensor)
 
-    for adapters, first, second in (
+    for (adapters, layers, kept), first, second in (
         *((each, "all_gather", "reduce_scatter") for each in inputs),
         *((each, "reduce_scatter", "all_gather") for each in outputs),
     ):
+        forwards = gas * _forwards(stage, layers, kept)
         if layout.sequence_parallel:
             yield sent(cast(Op, first), adapters), forwards
-            yield sent(cast(Op, second), adapters), gas * stage.layers
+            yield sent(cast(Op, second), adapters), gas * layers
         else:  # backward of what enters, forward of what leaves
-            yield sent("all_reduce", adapters), gas * stage.layers if first == "all_gather" else forwards
+            yield sent("all_reduce", adapters), gas * layers if first == "all_gather" else forwards
 
 
 def _recompute_entries(stage: Stage) -> tuple[int, int]:
@@ -301,7 +304,10 @@ def _tensor(stage: Stage) -> Calls:
     chunked = bool(activations.chunked_loss(job, stage.row)[0])
     head, lookups = 0 if chunked else stage.losses, stage.lookups
     frozen = job.adapter_rank is not None and job.framework.exact_memory_trace
-    unasked = stage.embedding if frozen else 0  # gradients of a frozen embedding, and of the first layer's input
+    unasked = stage.embedding if frozen else 0  # gradients of a frozen embedding
+    # And of the first layer's input, which projections to latents do not communicate.
+    mla = job.model.mla
+    unasked_input = unasked if mla is None or mla.q_lora_rank is None else 0
     if frozen:
         yield from _adapters(stage)
     if layout.sequence_parallel:
@@ -313,15 +319,15 @@ def _tensor(stage: Stage) -> Calls:
         gathers = 2 * regions + kept_slices + entered + lookups + (1 if gathered or frozen else 2) * head
         gathers -= unasked
         narrow = _narrow_gathers(stage)
-        scatters = 2 * regions + left + lookups + head - unasked
+        scatters = 2 * regions + left + lookups + head - unasked_input
         if inside.latents:
             layers = stage.attention_layers
             full = layers - stage.kept_attention_layers if layout.recompute == "full" else 0
-            gathers -= 2 * layers + full
+            gathers -= (1 if frozen else 2) * layers + full
             scatters -= layers
             for latent in inside.latents:
                 # The rotated key is no part of a GEMM: selective recomputation gathers it too.
-                again = layers if latent.gathered_again else 0
+                again = layers if latent.gathered_again and not frozen else 0
                 repeated = full if latent.gathered_again else _forwards(stage, layers, stage.kept_attention_layers) - layers
                 yield latent.gather, gas * (layers + again + repeated)
                 yield latent.scatter, gas * layers
@@ -333,7 +339,7 @@ def _tensor(stage: Stage) -> Calls:
             yield inside.agreement, inner
         yield inside.scatter, gas * scatters
     else:
-        reductions = 2 * regions + left + lookups + head - stage.attention_layers * bool(inside.latents) - unasked
+        reductions = 2 * regions + left + lookups + head - stage.attention_layers * bool(inside.latents) - unasked_input
         yield inside.reduce, gas * reductions
         for latent in inside.latents:
             yield latent.reduce, gas * stage.attention_layers
@@ -411,24 +417,27 @@ def _repeated_weights(stage: Stage) -> Calls:
     layout, model, g, times = stage.layout, stage.job.model, stage.last_gradient, 1
     if stage.job.framework.sums_in_backward:
         g, times = compute_bytes(stage.job), layout.gas
-    adapters = None if stage.job.adapter_rank is None else states.adapter_weights(stage.job)
-    if adapters is None:
+    if stage.job.adapter_rank is None:
         partial = g * states.partial_on_tp(model, stage.row, stage.share, layout.sequence_parallel, stage.shards)
         if stage.moe_layers:
             of_experts = states.partial_experts_on_tp(model, stage.row, stage.share, stage.shards)
             partial = partial + stage.last_expert_gradient * of_experts
     else:
-        whole = [weight for weight in adapters if weight.cut == "none" and layout.sequence_parallel]
-        partial = g * stage.layers * states.on_tp_rank(whole, model, stage.row, stage.shards)
+        partial = g * _adapters_of(stage, lambda one: one.partial or (one.cut == "none" and layout.sequence_parallel))
     if float(partial[0]):
         yield transfer(stage.machine, "tensor", "all_reduce", partial, stage.work.places.tensor), times
     copies = layout.tp // min(layout.tp, model.kv_heads)
     if copies > 1 and model.mla is None:
-        attention = weights.attention(model) if adapters is None else adapters
-        repeated = [weight for weight in attention if weight.cut == "kv rows"]
+        repeated = [weight for weight in weights.attention(model) if weight.cut == "kv rows"]
         each = stage.attention_layers * states.on_tp_rank(repeated, model, stage.row, stage.shards)
+        if stage.job.adapter_rank is not None:
+            each = _adapters_of(stage, lambda one: one.cut == "kv rows")
         alike = group(np.asarray([copies]), np.asarray([1]), stage.machine.cluster)
         yield transfer(stage.machine, "tensor", "all_reduce", g * each, alike), times
+
+
+def _adapters_of(stage: Stage, wanted: Callable[[WeightShape], bool]) -> Array:
+    return states.adapters_on_rank(stage.job, stage.row, stage.share, stage.shards, wanted)
 
 
 def _forwards(stage: Stage, layers: int, kept: int) -> int:
@@ -589,7 +598,10 @@ def _zero_with_adapters(stage: Stage) -> Calls:
         ends = stage.params.ends if layout.zero == 3 else none
         gathers = 1 if layout.zero < 3 else gas * (1 if layout.keep_gathered else 2)
         layers = stage.params.trunk - ends + stage.adapters
-        yield transfer(stage.machine, "zero", "all_gather", b * layers, stage.work.places.shard), gathers
+        frozen = communication.ZeroTraffic(stage.work, layers, stage.params.experts)
+        yield frozen.gather, gathers
+        if stage.moe_layers and int(frozen.expert_gather.group.size[0]) > 1:
+            yield frozen.expert_gather, gathers
         if layout.zero == 3:
             embedding = stage.share.embedding * states.on_tp_rank(
                 weights.embedding(job.model), job.model, stage.row, stage.shards

@@ -398,7 +398,7 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
             continue
         moe, of_scores = kind.has_experts, scores if kind.mixer == "attention" else 0.0
         matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, kind)}
-        beside = [(matmul.name, float(np.sum(matmul.flops))) for matmul in adapter_matmuls(job, row)] if frozen else []
+        beside = [(matmul.name, float(np.sum(matmul.flops))) for matmul in adapter_matmuls(job, row, kind)] if frozen else []
         adapters = sum(found for _, found in beside)
         # torch.utils.checkpoint stops at the last tensor that backward needs, before the last GEMM. A shared expert's last GEMM
         # is followed by more operators.
@@ -410,7 +410,7 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         elif layout.recompute == "selective" and (repeated := selective_matmuls(job, row, kind)):
             again = float(sum(np.sum(matmul.flops) for matmul in repeated))
         elif layout.recompute == "selective" and frozen:
-            again = sum(found for name, found in beside if name == "adapter up")
+            again = sum(found for name, found in beside if name == "adapter up") + matmuls.get("shared expert down", 0.0)
         elif layout.recompute == "selective" and selective_policy(job) == "attention":
             again = of_scores
         elif layout.recompute == "selective" and moe:
@@ -421,7 +421,9 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         if kind.mixer in ("linear", "mamba"):
             of_mixer = _delta_rule_flops if kind.mixer == "linear" else _state_space_flops
             total += of_mixer(job, layout, count, recomputed * (layout.recompute != "none"))
-        if frozen and share.embedding[stage] and not moe:  # nothing asks for the gradient of the first layer's input
-            total -= matmuls["qkv"] + beside[0][1]
+        if frozen and share.embedding[stage] and kind == model.kind(0):
+            # Nothing asks for the gradient of the first layer's input.
+            first = [name for name in ("qkv", "kv down", "q down", "q") if name in matmuls]
+            total -= sum(matmuls[name] for name in first) + beside[0][1] + ("q" in matmuls) * beside[2][1]
     of_stage = rows_of(share, slice(stage, stage + 1))
     return total * layout.gas + float(muon.flops(job, row, of_stage)[0])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ultrascale.specs.job import AdapterTargets
 
 if TYPE_CHECKING:
+    from ultrascale.model.moe import MixtureOfExperts
     from ultrascale.model.self_attention import Attention
     from ultrascale.model.transformer import MLP, Transformer
 
@@ -73,14 +74,24 @@ class Adapters(nn.Module):
 
 def attach(model: Transformer, rank: int, targets: AdapterTargets, alpha: float) -> None:
     """Freezes the model and puts adapters beside its linear layers."""
+    from ultrascale.model.latent_attention import LatentAttention
+
     model.requires_grad_(False)
-    scale = alpha / rank
+    scale, everywhere = alpha / rank, targets == "all"
     for block in model.each_block():
-        # A Job with adapters has no latent attention and no experts.
-        attention, mlp = cast("Attention", block.attention), cast("MLP", block.mlp)
-        attention.adapters = Adapters(_linears(attention.qkv), {"out": attention.out} if targets == "all" else {}, rank, scale)
-        if targets == "all":
-            mlp.adapters = Adapters(_linears(mlp.inputs), {"down": mlp.down}, rank, scale)
+        attention, mlp = block.attention, cast("MLP | MixtureOfExperts", block.mlp)
+        if isinstance(attention, LatentAttention):
+            inputs = {"down": attention.down, "q_up": attention.q_up, "kv_up": attention.kv_up}
+            parts = {name: Adapters(_linears(linears), {}, rank, scale) for name, linears in inputs.items()}
+            if everywhere:
+                parts["out"] = Adapters({}, {"out": attention.out}, rank, scale)
+            attention.adapters = nn.ModuleDict(parts)
+        else:
+            attention = cast("Attention", attention)
+            attention.adapters = Adapters(_linears(attention.qkv), {"out": attention.out} if everywhere else {}, rank, scale)
+        dense = cast("MLP | None", getattr(mlp, "shared", mlp))  # routed experts and their router have none
+        if everywhere and dense is not None:
+            dense.adapters = Adapters(_linears(dense.inputs), {"down": dense.down}, rank, scale)
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -92,6 +103,14 @@ def is_adapter(name: str) -> bool:
     return f".{ADAPTERS}." in name
 
 
+_PLACES = {
+    **{name: f"qkv.{name}" for name in ("q", "k", "v")},
+    **{name: f"inputs.{name}" for name in ("gate", "up")},
+    "out.out": "out",
+}
+"""where linear layers are, by their adapter's name, if not there"""
+
+
 def adapted(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Names of the weights that have adapters -> those of the adapter's two matrices, down and up."""
     found = {}
@@ -99,8 +118,7 @@ def adapted(names: Iterable[str]) -> dict[str, tuple[str, str]]:
         if is_adapter(name) and name.endswith(".down"):
             path = name.removesuffix(".down")
             parent, _, linear = path.rpartition(f".{ADAPTERS}.")
-            holder = {"q": "qkv.", "k": "qkv.", "v": "qkv.", "gate": "inputs.", "up": "inputs."}.get(linear, "")
-            found[f"{parent}.{holder}{linear}.weight"] = (f"{path}.down", f"{path}.up")
+            found[f"{parent}.{_PLACES.get(linear, linear)}.weight"] = (f"{path}.down", f"{path}.up")
     return found
 
 

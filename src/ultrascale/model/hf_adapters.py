@@ -18,6 +18,12 @@ from ultrascale.specs.model import Model
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+def _target(name: str, model: Model) -> str:
+    """How the names of modules like this end, and of no others: routed experts have modules of the same names."""
+    words = name.split(".")[:-2]
+    return ".".join(words[-2:] if model.moe is not None else words[-1:])
+
+
 def write(
     out: Path,
     model: Model,
@@ -50,7 +56,7 @@ def write(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.split(".")[-3] for name in named}),
+        "target_modules": sorted({_target(name, model) for name in named}),
     }
     with new_folder(out) as folder:
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})

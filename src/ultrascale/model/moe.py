@@ -39,7 +39,7 @@ class _GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight, counts)  # experts beside adapters are frozen
         return grouped_gemms(x, weight.transpose(1, 2), counts, bias)
 
     @staticmethod
@@ -47,8 +47,9 @@ class _GroupedGemm(torch.autograd.Function):
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()  # the kernel rejects expanded tensors
         dx = grouped_gemms(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        dw = grouped_weight_grad(grad, x, counts) if ctx.needs_input_grad[1] else None
         bias_grad = grouped_bias_grad(grad, counts) if ctx.needs_input_grad[3] else None
-        return dx, grouped_weight_grad(grad, x, counts), None, bias_grad
+        return dx, dw, None, bias_grad
 
 
 def grouped_gemms(x: Tensor, matrices: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:

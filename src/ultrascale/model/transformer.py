@@ -42,10 +42,16 @@ class MLP(nn.Module):
         self.adapters: Adapters | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.activate(x))
+
+    def activate(self, x: Tensor) -> Tensor:
         inner = self.inputs(x)
         if self.adapters is not None:
             inner = self.adapters.add_to_inputs(x, inner)
-        active = self.activation(*inner)
+        active: Tensor = self.activation(*inner)
+        return active
+
+    def project(self, active: Tensor) -> Tensor:
         out: Tensor = self.down(active) if self.adapters is None else self.adapters.output_with(active, self.down)
         return out
 

@@ -42,7 +42,8 @@ def apply(model: Transformer, mesh: Mesh, shards: dict[str, Shard], overlap: Exp
             name = f"blocks.{index}.mlp.experts.{leaf}"
             each = parameter.shape[0] // axis.size
             shards[name] = replace(shards[name], rows=(axis.rank * each, each))
-            setattr(experts, leaf, nn.Parameter(parameter.data.narrow(0, axis.rank * each, each).contiguous()))
+            own = parameter.data.narrow(0, axis.rank * each, each).contiguous()
+            setattr(experts, leaf, nn.Parameter(own, parameter.requires_grad))
         forward = partial(dispatched_forward, mlp, partial(DISPATCHERS[overlap], axis))
         if isinstance(mlp, TensorParallelExperts):
             mlp.local_forward = forward
@@ -60,9 +61,9 @@ def dispatched_forward(mlp: MixtureOfExperts, dispatch: Callable[[Tensor, Tensor
     order = routes.order()
     dispatcher = dispatch(order.permute(x.flatten(0, 1)), routes.counts)
     shared: Any = mlp.shared
-    inner = None if shared is None else shared.activation(*shared.inputs(x))
+    inner = None if shared is None else shared.activate(x)
     dispatcher.run_experts(mlp.experts)
-    shared_out = None if inner is None else mlp.gate_shared(shared.down(inner), x)
+    shared_out = None if inner is None else mlp.gate_shared(shared.project(inner), x)
     out = order.unpermute(dispatcher.combine(), routes.weights.flatten(0, 1)).view_as(x)
     return out if shared_out is None else out + shared_out
 

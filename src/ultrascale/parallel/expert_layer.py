@@ -48,7 +48,8 @@ class ParallelExperts(Experts):
         """Stores each matrix in slices, [experts · slices, out / slices, in], to shard experts over more ranks than experts."""
         for name, weight in list(self.named_parameters()):
             experts, out, *into = weight.shape
-            setattr(self, name, nn.Parameter(weight.data.view(experts * slices, out // slices, *into)))
+            stored = weight.data.view(experts * slices, out // slices, *into)
+            setattr(self, name, nn.Parameter(stored, weight.requires_grad))
         self.slices = slices
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -131,7 +132,7 @@ class _DeferredGroupedGemm(torch.autograd.Function):
         leaf: Tensor,
         pending: PendingGrads | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
+        ctx.save_for_backward(x if leaf.requires_grad else None, weight, counts)
         # The leaf itself: checkpointing unpacks a copy whose .grad is lost.
         ctx.leaf, ctx.push_deferred, ctx.pending = leaf, push_deferred, pending
         return grouped_gemms(x, weight.transpose(1, 2), counts, bias)
@@ -142,7 +143,9 @@ class _DeferredGroupedGemm(torch.autograd.Function):
         grad = grads[0].contiguous()  # the kernel rejects expanded tensors
         dx = grouped_gemms(grad, weight, counts) if ctx.needs_input_grad[0] else None
         dw = None
-        if ctx.push_deferred is None or not ctx.push_deferred(_add_weight_gradient(grad, x, counts, ctx.leaf)):
+        late = ctx.push_deferred is not None and ctx.leaf.requires_grad
+        late = late and ctx.push_deferred(_add_weight_gradient(grad, x, counts, ctx.leaf))
+        if ctx.leaf.requires_grad and not late:
             if ctx.pending is None:
                 dw = grouped_weight_grad(grad, x, counts)
             else:

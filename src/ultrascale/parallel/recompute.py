@@ -25,7 +25,7 @@ from ultrascale.kernels import flash
 from ultrascale.kernels.compile import checkpointed_from_outside
 from ultrascale.kernels.fused import FusedBlock
 from ultrascale.kernels.recompute_cache import RecomputeRegion
-from ultrascale.model.adapters import ADAPTERS
+from ultrascale.model.adapters import Adapters
 from ultrascale.model.linear_attention import GatedDeltaNet
 from ultrascale.model.mamba import Mamba2Mixer
 from ultrascale.model.moe import MixtureOfExperts
@@ -178,9 +178,8 @@ def _not_saved(block: Block, compiled: bool) -> Iterator[HasFactor]:
         yield partial(_contracts, last.weight.shape[1])
     if isinstance(block.attention, GatedDeltaNet | Mamba2Mixer):
         yield _is_batched
-    adapters = getattr(block.attention, ADAPTERS, None)
-    if adapters is not None:
-        yield partial(_contracts, adapters.rank)
+    for rank in {module.rank for module in block.modules() if isinstance(module, Adapters)}:
+        yield partial(_contracts, rank)
 
 
 def _has_storage_of(last: nn.Linear, factor: Tensor) -> bool:

@@ -447,11 +447,15 @@ _CUT_BY_ROWS = {
 
 
 def _adapter_shard(name: str, shape: tuple[int, ...], mesh: Mesh, sequence: bool) -> Shard:
-    """With sequence parallelism the matrix that is whole on every rank sees its slice of the tokens."""
+    """With sequence parallelism the matrix that is whole on every rank sees its slice of the tokens; that of a shared expert
+    sees what the rank has of the expert.
+    """
     axis, kv = mesh.tp, mesh.kv
-    _, linear, leaf = name.rsplit(".", 2)
+    beside, leaf = name.partition(f".{ADAPTERS}.")[2].rsplit(".", 1)
+    linear, to_latents = beside.rpartition(".")[2], beside.startswith("down.")
     of_output = linear in ("out", "down")
-    if (leaf == "up") == of_output:
+    sequence = sequence or ".mlp.shared." in name
+    if to_latents or (leaf == "up") == of_output:
         return Shard(name, shape, partial=axis if sequence else None, is_primary=axis.rank == 0)
     dim, copies = (1, 1) if of_output else (0, kv.size if linear in ("k", "v") else 1)
     length = shape[dim] * copies // axis.size
@@ -482,6 +486,10 @@ def _replace_modules(model: Transformer, axis: Axis, sequence: bool, deferred: D
             attention.q_up = ColumnParallelLinear(attention.q_up, axis, gathered, deferred)
             attention.kv_up = ColumnParallelLinear(attention.kv_up, axis, gathered, deferred)
             attention.shared_key = SharedKey(axis, sequence)
+            beside = attention.adapters if axis.size > 1 else None
+            for name in ("q_up", "kv_up", "out"):
+                if beside is not None and name in beside:
+                    beside[name] = TensorParallelAdapters(cast(Adapters, beside[name]), axis, gathered)
         elif isinstance(attention, GatedDeltaNet | Mamba2Mixer):
             attention.inputs = ColumnParallelLinear(attention.inputs, axis, gathered, deferred)
         else:

@@ -92,7 +92,9 @@ class Job(FrozenSpec):
         description="rank of low-rank adapters (LoRA), which alone are trained: all other weights are frozen; null: none",
     )
     adapter_targets: AdapterTargets = Field(
-        "all", description="adapters beside every matrix of attention and MLP, or of the q, k and v projections alone"
+        "all",
+        description="adapters beside every matrix of attention, dense MLP and shared experts, or of the q, k and v projections "
+        "alone, with latent attention those to and from the latents; routed experts and routers have none",
     )
     total_tokens: int | None = Field(
         None, ge=1, le=2**62, strict=True, examples=[15 * 10**12], description="of the whole training, for days and cost"
@@ -106,10 +108,9 @@ class Job(FrozenSpec):
             advice = f"try {' or '.join(known)}" if known else "give cluster.gpu.peak_tflops a bf16"
             raise ValueError(f"job.precision is {self.precision} but {gpu.name} does not compute in it: {advice}")
         model = self.model
-        if self.adapter_rank is not None and (model.moe is not None or model.mla is not None or model.recurrence):
-            what = "experts" if model.moe is not None else model.recurrence or "latent attention"
+        if self.adapter_rank is not None and model.recurrence:
             raise ValueError(
-                f"job.adapter_rank is {self.adapter_rank} but {model.name or 'the model'} has {what}, "
+                f"job.adapter_rank is {self.adapter_rank} but {model.name or 'the model'} has {model.recurrence}, "
                 "whose training with adapters is not modelled: try null"
             )
         if self.adapter_rank is not None and model.mtp_depth:

@@ -158,19 +158,58 @@ def shared_expert(model: Model) -> list[WeightShape]:
     return mlp(model, model.moe.shared_expert_ffn if model.moe is not None else 0)
 
 
-def adapters(model: Model, rank: int, everywhere: bool, joint: bool) -> list[WeightShape]:
-    """Low-rank adapters of one dense layer: beside q, k and v, or beside every matrix of attention and MLP. `joint`: q, k and v
-    share the matrix down to the rank.
+@dataclass(frozen=True)
+class AdapterInput:
+    """What several linear layers read, and the rows of each, with what tp cuts of them."""
+
+    width: int
+    outputs: tuple[tuple[int, str], ...]
+
+
+def adapter_inputs(model: Model) -> list[AdapterInput]:
+    """Of the projections of queries, keys and values."""
+    h, query = model.hidden, (model.q_dim, "rows")
+    if (mla := model.mla) is None:
+        return [AdapterInput(h, (query, (model.kv_dim, "kv rows"), (model.kv_dim, "kv rows")))]
+    latents = [mla.kv_lora_rank + mla.qk_rope_head_dim, *([] if mla.q_lora_rank is None else [mla.q_lora_rank])]
+    keys_values = (model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), "rows")
+    return [
+        AdapterInput(h, tuple((rows, "none") for rows in latents)),
+        AdapterInput(mla.q_lora_rank or h, (query,)),
+        AdapterInput(mla.kv_lora_rank, (keys_values,)),
+    ]
+
+
+def adapted_ffn(model: Model, kind: LayerKind) -> int:
+    """Width of the MLP that has adapters: a dense one, or shared experts."""
+    if kind.has_experts:
+        return 0 if model.moe is None else model.moe.shared_expert_ffn
+    return model.ffn
+
+
+def adapters(model: Model, kind: LayerKind, rank: int, everywhere: bool, joint: bool) -> list[WeightShape]:
+    """Low-rank adapters of one layer: beside the projections of queries, keys and values, or beside every matrix of attention
+    and MLP but routed experts'. `joint`: q, k and v share the matrix down to the rank.
     """
-    h, q = model.hidden, model.q_dim
+    h, shared = model.hidden, kind.has_experts
 
-    def of_inputs(outputs: list[tuple[int, str]], width: int, downs: int) -> list[WeightShape]:
-        return [WeightShape(rank, width)] * downs + [WeightShape(rows, rank, cut) for rows, cut in outputs]
+    def of_inputs(one: AdapterInput, downs: int, partial: bool = False) -> list[WeightShape]:
+        return [
+            *[WeightShape(rank, one.width, partial=partial)] * downs,
+            *(WeightShape(rows, rank, cut) for rows, cut in one.outputs),
+        ]
 
-    found = of_inputs([(q, "rows"), (model.kv_dim, "kv rows"), (model.kv_dim, "kv rows")], h, 1 if joint else 3)
-    if everywhere:
-        found += of_inputs([(model.ffn, "rows")] * (1 + model.gated), h, 1 + model.gated)
-        found += [weight for width in (q, model.ffn) for weight in (WeightShape(rank, width, "width"), WeightShape(h, rank))]
+    def of_output(width: int, partial: bool = False) -> list[WeightShape]:
+        return [WeightShape(rank, width, "width"), WeightShape(h, rank, partial=partial)]
+
+    found = [weight for one in adapter_inputs(model) for weight in of_inputs(one, 1 if joint else len(one.outputs))]
+    if not everywhere:
+        return found
+    found += of_output(model.heads * model.v_head_dim)
+    if ffn := adapted_ffn(model, kind):
+        # Each tp rank has a part of a shared expert, and its adapters see that.
+        inner = AdapterInput(h, ((ffn, "rows"),) * (1 + model.gated))
+        found += of_inputs(inner, len(inner.outputs), shared) + of_output(ffn, shared)
     return found
 
 

@@ -83,10 +83,8 @@ def layer(job: Job, columns: LayoutColumns, kind: LayerKind, recomputes: bool = 
         modules["mlp input"] = modules["mlp input"] * (model.parallel_residual != "one_norm")
     if model.norm_placement == "both":
         modules["outputs before norms"] = 2 * normed
-    if job.adapter_rank is not None and job.adapter_targets == "qkv":
-        # A frozen GEMM needs no input in backward; adapters need theirs, flash attention its output.
-        down_input = operand_bytes(job) * tokens * model.ffn / columns.tp
-        modules |= {"mlp input": 0.0 * operand, "mlp activation": modules["mlp activation"] - down_input}
+    if job.adapter_rank is not None:
+        _leave_out_frozen(job, modules, kind, tokens / columns.tp)
     if job.dropout:
         modules["dropout masks"] = kind.sublayers * residual / b
     experts = model.moe.top_k * model.moe.expert_ffn + model.moe.shared_expert_ffn if model.moe else 0
@@ -99,6 +97,21 @@ def layer(job: Job, columns: LayoutColumns, kind: LayerKind, recomputes: bool = 
     gradients = b * tokens * wide * width / columns.tp + np.where(split, 4, 2) * residual
     kept = _apply_policy(job, columns, modules, residual, recomputes)
     return LayerActivations(kept, modules, np.asarray(gradients))
+
+
+def _leave_out_frozen(job: Job, modules: dict[str, Array], kind: LayerKind, tokens: Array) -> None:
+    """A frozen GEMM needs no input in backward; adapters need theirs, flash attention its output."""
+    nothing, everywhere = 0.0 * tokens, job.adapter_targets == "all"
+    if kind.has_experts:
+        modules |= {"expert input": nothing, "expert activation": nothing}
+        shared = bool(job.model.moe and job.model.moe.shared_experts)
+        copies = compute_bytes(job) * shared * everywhere  # none of the router's
+        modules["mlp input"] = copies * modules["mlp input"] / (FP32 + compute_bytes(job) * shared)
+        if shared and not everywhere:
+            modules["shared expert"] = modules["shared expert"] * (2 / 3 if job.model.gated else 1 / 2)
+    elif not everywhere:
+        down_input = operand_bytes(job) * tokens * job.model.ffn
+        modules |= {"mlp input": nothing, "mlp activation": modules["mlp activation"] - down_input}
 
 
 def norm_bytes(job: Job) -> int:

@@ -597,7 +597,7 @@ class ChunkMemory:
         found = {False: np.asarray(self.trained * b * model.hidden * model.ffn / columns.tp)}
         if model.moe is not None:
             expert = model.hidden * model.moe.expert_ffn / columns.expert_cut
-            found[True] = np.asarray(b * expert * model.moe.experts / columns.ep)
+            found[True] = np.asarray(self.trained * b * expert * model.moe.experts / columns.ep)
         return found
 
     @cached_property

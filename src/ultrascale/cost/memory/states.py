@@ -34,19 +34,35 @@ def gradient_bytes(job: Job) -> int:
     return FP32 if (job.gradients == "fp32" and job.framework.states != "pure") or job.precision == "fp32" else 2
 
 
-def adapter_weights(job: Job) -> list[WeightShape]:
+def adapter_weights(job: Job, kind: LayerKind) -> list[WeightShape]:
     """Of one layer. Our engine has an adapter beside each of q, k and v."""
     if job.adapter_rank is None:
         return []
     joint = not job.framework.exact_memory_trace
-    return weights.adapters(job.model, job.adapter_rank, job.adapter_targets == "all", joint)
+    return weights.adapters(job.model, kind, job.adapter_rank, job.adapter_targets == "all", joint)
+
+
+def adapters_on_rank(
+    job: Job,
+    columns: LayoutColumns,
+    share: RankShare,
+    shards: Array | int = 1,
+    wanted: Callable[[WeightShape], bool] = lambda _: True,
+) -> Array:
+    """Elements of the wanted adapters of all layers of a rank."""
+    found = np.zeros(len(columns))
+    for kind, count, _ in share.each():
+        own = [weight for weight in adapter_weights(job, kind) if wanted(weight)]
+        found = found + count * on_tp_rank(own, job.model, columns, shards)
+    return found
 
 
 def trained_fraction(job: Job) -> float:
     """Elements with gradients and optimizer states over those of the model: all, or the adapters."""
     if job.adapter_rank is None:
         return 1.0
-    return job.model.layers * weights.elements(adapter_weights(job)) / job.model.parameters
+    kinds = job.model.layer_kinds.items()
+    return sum(count * weights.elements(adapter_weights(job, kind)) for kind, count in kinds) / job.model.parameters
 
 
 def sharded_gradient_bytes(job: Job) -> int:
@@ -298,8 +314,8 @@ class RankParameters:
     """the same as FSDP groups it"""
     padding: Array
     """of these, what only makes rows divide among shards"""
-    layers: Array
-    """how many"""
+    share: RankShare
+    """the rank's"""
     matrices: Array
     """of trunk, hidden matrices, where the optimizer steps these otherwise; experts are such matrices too"""
 
@@ -341,7 +357,7 @@ def on_rank(
         layer=largest,
         block=largest_block,
         padding=trunk + experts - unpadded,
-        layers=np.asarray(share.layers),
+        share=share,
         matrices=matrices,
     )
 
@@ -418,6 +434,11 @@ class StateBytes:
     optimizer: Array
 
 
+def expert_shards(columns: LayoutColumns) -> Array:
+    """Ranks that shard the same experts: of the data ranks, those that ep leaves them."""
+    return np.asarray(np.maximum(1, columns.shards * columns.tp / columns.expert_cut / columns.ep))
+
+
 def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_elements: Array | float = 0.0) -> StateBytes:
     """ZeRO divides each owner by the ranks that shard it; experts by the data ranks that ep leaves them.
 
@@ -426,16 +447,16 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
     if job.adapter_rank is not None:
         return _states_with_adapters(job, columns, params)
     zero, shards = columns.zero, columns.shards
-    expert_shards = np.maximum(1, shards * columns.tp / columns.expert_cut / columns.ep)
+    among_experts = expert_shards(columns)
 
     def sharded(bytes_each: Array | float, is_sharded: Array) -> Array:
-        cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, expert_shards, 1)
+        cut, expert_cut = np.where(is_sharded, shards, 1), np.where(is_sharded, among_experts, 1)
         return np.asarray(bytes_each * (params.trunk / cut + params.experts / expert_cut))
 
     spec = job.optimizer_spec
     optimizer = sharded(spec.state_bytes, zero >= 1)
     if spec.matrices is not None:
-        cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, expert_shards, 1)
+        cut, expert_cut = np.where(zero >= 1, shards, 1), np.where(zero >= 1, among_experts, 1)
         matrices = params.matrices / cut + _expert_matrices(job.model, columns) * params.experts / expert_cut
         optimizer = optimizer + (spec.matrices.state_bytes - spec.state_bytes) * matrices
     keeps = columns.keep_gathered == 1
@@ -482,16 +503,22 @@ def states(job: Job, columns: LayoutColumns, params: RankParameters, fp8_element
 def _states_with_adapters(job: Job, columns: LayoutColumns, params: RankParameters) -> StateBytes:
     nothing = np.zeros(len(columns))
     shards = fsdp_shards(job, columns)
-    each, alone = (on_tp_rank(adapter_weights(job), job.model, columns, of) for of in (shards, 1))
-    total = params.layers * each
-    adapters = RankParameters(total, nothing, nothing, each, each, params.layers * (each - alone), params.layers, nothing)
+    share = params.share
+    total, alone = (adapters_on_rank(job, columns, share, of) for of in (shards, 1))
+    layer = np.zeros(len(columns))
+    for kind, count, _ in share.each():
+        each = on_tp_rank(adapter_weights(job, kind), job.model, columns, shards)
+        layer = np.maximum(layer, np.where(count > 0, each, 0.0))
+    adapters = RankParameters(total, nothing, nothing, layer, layer, total - alone, share, nothing)
     trained = states(job.model_copy(update={"adapter_rank": None}), columns, adapters)
     here = ~columns.is_("offload", "parameters")
-    cut = np.where(columns.zero >= 1, columns.shards, 1)
-    gathered = (columns.zero < 3) | (columns.keep_gathered == 1) | (cut == 1)
-    # FSDP keeps its shards beside what it has gathered.
-    beside = (job.framework.states == "fp32") & (cut > 1) & gathered
-    frozen = compute_bytes(job) * params.total * (np.where(gathered, 1, 1 / cut) + np.where(beside, 1 / cut, 0))
+    frozen = np.zeros(len(columns))
+    for elements, among in ((params.trunk, columns.shards), (params.experts, expert_shards(columns))):
+        cut = np.where(columns.zero >= 1, among, 1)
+        gathered = (columns.zero < 3) | (columns.keep_gathered == 1) | (cut == 1)
+        # FSDP keeps its shards beside what it has gathered.
+        beside = (job.framework.states == "fp32") & (cut > 1) & gathered
+        frozen = frozen + compute_bytes(job) * elements * (np.where(gathered, 1, 1 / cut) + np.where(beside, 1 / cut, 0))
     return replace(trained, parameters=trained.parameters + np.where(here, frozen, 0.0))
 
 
