@@ -166,7 +166,7 @@ LORA_RANK = 16
 
 def lora_gib(job: Job, layout: Layout) -> float:
     """The layout's peak with adapters alone trained; infinite where they are not modelled."""
-    if job.model.moe is not None or job.model.mla is not None:
+    if job.model.recurrence is not None or job.model.mtp_depth:
         return math.inf
     return estimate(job.changed(adapter_rank=LORA_RANK), layout).peak_gib
 
