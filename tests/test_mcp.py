@@ -120,7 +120,7 @@ def test_a_call_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) 
         heard.append((seconds, text))
 
     async def main() -> Any:
-        return await mcp_server._run([sys.executable, "-c", code], tmp_path, 7.0, say)
+        return await mcp_server._run([sys.executable, "-c", code], tmp_path, 3.0, say)
 
     assert anyio.run(main) == ("", "", None)
     assert heard[0] == (2.0, "running")

@@ -120,7 +120,7 @@ def bucket_not_reduced(patch: Patch) -> None:
 
 
 def ties_not_summed(patch: Patch) -> None:
-    patch.setattr(Engine, "_sum_tied_gradients", lambda self: None)
+    patch.setattr(Engine, "_sum_gradients_of_embedding", lambda self: None)
 
 
 def combined_in_wrong_order(patch: Patch) -> None:

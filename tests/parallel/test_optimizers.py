@@ -66,10 +66,10 @@ ZERO_BUBBLE = {"pp": 2, "schedule": "zero-bubble", "gas": 4}
     ("model", "fields"),
     [
         ("llama", {"dp": 2, "zero": 3}),
-        ("experts", {"dp": 2, "ep": 2}),
         *(
             pytest.param(*one, marks=slow)
             for one in (
+                ("experts", {"dp": 2, "ep": 2}),
                 ("llama", {"dp": 4}),
                 ("llama", {"dp": 4, "zero": 1}),
                 ("qwen2", {"dp": 4, "zero": 2}),
@@ -103,6 +103,7 @@ def test_muon(model: str, fields: dict[str, Any]) -> None:
     check(model, "muon", **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
@@ -159,6 +160,7 @@ def test_lion(model: str, fields: dict[str, Any]) -> None:
     check(model, "lion", apart=0.01, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "optimizer", "fields"),
     [

@@ -87,6 +87,7 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {
             "head_dim": 128,
+            "num_nextn_predict_layers": 0,
             "attention_bias": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
         },

@@ -218,7 +218,7 @@ def test_a_missing_cp_reduction_is_detected(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_missing_gradient_sum_is_detected(fields: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms on slices of the sequence, repeated kv heads, tied ends: each is completed by one sum after backward."""
     monkeypatch.setattr(engines, "_all_reduce_flat", lambda tensors, axis: None)
-    monkeypatch.setattr(engines.Engine, "_sum_tied_gradients", lambda self: None)
+    monkeypatch.setattr(engines.Engine, "_sum_gradients_of_embedding", lambda self: None)
     assert _wrong(fields, family) > 1e-2
 
 

@@ -14,7 +14,6 @@ from ultrascale.specs.errors import SpecError, divisors, near
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import OPTIMIZER_SETTINGS, WHAT, Training
-from ultrascale.specs.validate import shown
 
 RAMP = f"{WHAT}.batch_ramp"
 # 1 + 2·z_loss·logsumexp, times FACTOR of kernels/float8.py, stays below e5m2's largest number for a log-sum-exp up to 375.
@@ -126,9 +125,9 @@ def _optimizer_problems(job: Job, training: Training) -> Iterator[str]:
     for field, optimizers in OPTIMIZER_SETTINGS.items():
         value, default = getattr(training, field), Training.model_fields[field].default
         if value != default and job.optimizer not in optimizers:
-            known = " or ".join(optimizers)
+            known, works = " or ".join(optimizers), "null" if default is None else default
             yield (
-                f"{WHAT}.{field} is {value} but job.optimizer is {job.optimizer}, not {known}: try {shown(default)}, or "
+                f"{WHAT}.{field} is {value} but job.optimizer is {job.optimizer}, not {known}: try {works}, or "
                 f"job.optimizer={optimizers[0]}"
             )
 
