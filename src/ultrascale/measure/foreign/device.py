@@ -88,16 +88,18 @@ class CudaWatcher(Watcher):  # type: ignore[no-untyped-call]
         self.measured = measured
         self.warm_up = min(WARM_UP, steps - 2)
         self._started = 0.0
+        self._allocated = 0
 
     def _hook_modules(self) -> None:
         """Not at all: torch.compile would capture them."""
 
     def _end_step(self) -> None:
         if self.completed == self.steps:
+            self.peak = self._allocated  # counting tracked some of it
             self.done(self)
             return
         if self.completed > 1:
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self.peak = self._allocated = max(self._allocated, torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         if self.completed == self.warm_up:
             torch.cuda.synchronize()
