@@ -154,10 +154,10 @@ def test_qwen2_moe_by_hand() -> None:
 
 
 def test_keys_that_nothing_reads_are_named() -> None:
-    unread = {"attention_chunk_size": 64, "attention_dropout": 0.1, "resid_dropout": 0.0, "use_cache": True}
+    unread = {"attention_chunk_size": 64, "attention_dropout": 0.1, "resid_dropout": 0.0, "mtp_num_hidden_layers": 1}
     model = Model.from_hf(config("llama", 2, 64, 4, 4, 128, 100, **unread))
-    assert model.ignored_keys == ("attention_chunk_size", "attention_dropout")
-    assert "attention_chunk_size, attention_dropout, which llama is planned and trained without" in model.notes[0]
+    assert model.ignored_keys == ("attention_chunk_size", "attention_dropout", "mtp_num_hidden_layers")
+    assert "attention_dropout, mtp_num_hidden_layers, which llama is planned and trained without" in model.notes[0]
 
 
 def test_the_name_is_from_caller_config_or_family() -> None:

@@ -113,7 +113,7 @@ def _microbatch(
     layers_backward = [_backward(block, recomputes) for block in reversed(blocks)]
     for backward in layers_backward:
         calls += backward
-    gathered, live = _followed([*calls, Call(embedding)], sizes, most_live)
+    gathered, live = _simulate([*calls, Call(embedding)], sizes, most_live)
     stay = sum(size for size in sizes if size <= PERSISTENT)
     at_loss, begin = len(forward) + 1, len(forward) + 4
     before = begin + len(layers_backward[0])
@@ -139,7 +139,7 @@ def _backward(block: Sequence[Group], recomputes: bool) -> list[Call]:
     return [*calls[:first], Call(calls[first].parameters, frees=False), *again, *calls[first + 1 :]]
 
 
-def _followed(calls: list[Call], sizes: list[int], most_live: int) -> tuple[int, list[int]]:
+def _simulate(calls: list[Call], sizes: list[int], most_live: int) -> tuple[int, list[int]]:
     """Elements gathered, and those live after each call has gathered; small ones, which stay, left out."""
     before = [0, *accumulate(sum(sizes[one] for one in call.parameters) for call in calls)]
     next_uses, upcoming = [], [len(calls)] * len(sizes)

@@ -61,11 +61,13 @@ class ConfigReading(dict[str, Any]):
     def ignored(self) -> tuple[str, ...]:
         """Keys that no part read and that might change what the model computes."""
         unread = [key for key, value in self.items() if key not in self.keys_read and value]
-        return tuple(sorted(key for key in unread if key not in _SHAPELESS and not key.startswith(_SHAPELESS_BEGINNINGS)))
+        return tuple(
+            sorted(key for key in unread if key not in _KEYS_WITHOUT_EFFECT and not key.startswith(_PREFIXES_WITHOUT_EFFECT))
+        )
 
 
 # Keys of transformers' classes that a family reads in other branches, or that say nothing of what a layer computes.
-_SHAPELESS = {
+_KEYS_WITHOUT_EFFECT = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "return_dict"),
     *("tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("attn_implementation", "classifier_dropout", "initializer_range", "num_logits_to_keep", "pretraining_tp"),
@@ -73,8 +75,9 @@ _SHAPELESS = {
     *("moe_shared_expert_overlap", "chunk_size", "time_step_floor", "time_step_limit", "time_step_max", "expand"),
     *("head_dim", "intermediate_size", "qk_head_dim", "max_window_layers", "no_rope_layer_interval"),
     *("original_max_position_embeddings", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("mtp_layers_block_type", "mtp_use_dedicated_embeddings"),
 }
-_SHAPELESS_BEGINNINGS = ("output_", "summary_", "mtp_", "vision_", "image_")
+_PREFIXES_WITHOUT_EFFECT = ("output_", "summary_", "vision_", "image_")
 
 
 class ConfigPart(Protocol):
@@ -497,7 +500,7 @@ class HFFamily:
         return found
 
 
-def touch(config: Config, parts: Iterable[ConfigPart]) -> None:
+def mark_known(config: Config, parts: Iterable[ConfigPart]) -> None:
     """Marks keys as known that this config has no use for: those of a kind of layer that its model does not have."""
     for part in parts:
         if isinstance(part, Key | Only):

@@ -33,8 +33,8 @@ from ultrascale.specs.hf import (
     SparseLayers,
     Window,
     checked,
+    mark_known,
     shortest_cycle,
-    touch,
 )
 from ultrascale.specs.validate import shown
 
@@ -137,7 +137,7 @@ _GATED_DELTA = (
     Key("linear_conv_kernel_dim", "linear_attention.conv_kernel", default=4),
 )
 # Layers of multi-token prediction, which transformers' models leave out.
-_AHEAD = Key("num_nextn_predict_layers", "mtp_depth", "count or zero", default=0, aliases=("num_mtp_layers",))
+_MTP_DEPTH = Key("num_nextn_predict_layers", "mtp_depth", "count or zero", default=0, aliases=("num_mtp_layers",))
 _DEEPSEEK_EXPERTS = (
     *_moe("n_routed_experts", "moe_intermediate_size"),
     Key("n_shared_experts", "moe.shared_experts", "count or zero", default=0),
@@ -155,7 +155,7 @@ class DeepSeekMLP:
 
     def read(self, config: Config) -> Fields:
         sparse = config.get("n_routed_experts", config.get("num_local_experts")) is not None
-        touch(config, _DEEPSEEK_EXPERTS)
+        mark_known(config, _DEEPSEEK_EXPERTS)
         return {name: value for part in self._parts(sparse) for name, value in part.read(config).items()}
 
     def write(self, model: Model) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class HybridLayers:
         }
         if "moe" in words:
             fields |= {"moe.shared_experts": 1, "moe.router": "sigmoid", "moe.router_bias": True}
-        touch(config, self._parts(True, True, True))
+        mark_known(config, self._parts(True, True, True))
         for part in self._parts("linear_attention" in words, "moe" in words, "mlp" in words):
             fields |= part.read(config)
         return fields
@@ -503,7 +503,7 @@ FAMILIES: dict[str, HFFamily] = {
             DenseWidth(dense_default=1),
             Key("attention_bias", "qkv_bias", "flag", default=False),
             Key("use_qk_norm", "qk_norm", "flag", default=False),
-            _AHEAD,
+            _MTP_DEPTH,
         ),
         {"moe.router": "sigmoid", "moe.router_bias": True},
     ),
@@ -515,7 +515,7 @@ FAMILIES: dict[str, HFFamily] = {
     "deepseek_v3": HFFamily(
         "DeepseekV3ForCausalLM",
         "DeepseekV3DecoderLayer",
-        (*_common(head_dim=None), DeepSeekMLP(v3=True), *_LATENT, Only("rope_interleave", True), _AHEAD),
+        (*_common(head_dim=None), DeepSeekMLP(v3=True), *_LATENT, Only("rope_interleave", True), _MTP_DEPTH),
     ),
     "starcoder2": HFFamily(
         "Starcoder2ForCausalLM",
