@@ -79,6 +79,20 @@ def test_the_fifth_call_is_captured_and_later_ones_are_replays(stand_in: list[Gr
     assert pool.used
 
 
+def test_a_captured_step_can_run_kernel_by_kernel_again(stand_in: list[Graph]) -> None:
+    """As a rehearsal does, whose counters see nothing of a replay."""
+    calls = list[int]()
+    pool = CUDAGraphPool(torch.device("cpu"), "always")
+    work = CUDAGraphRunner(lambda: calls.append(1), pool)
+    for _ in range(EAGER_CALLS + 2):
+        work()
+    captured = len(calls)
+    with pool.eager():
+        work()
+    assert len(calls) == captured + 1
+    assert work.calls == EAGER_CALLS + 2
+
+
 @pytest.mark.parametrize(
     ("mode", "launched_s", "waited_s", "worth"),
     [

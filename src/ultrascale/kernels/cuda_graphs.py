@@ -9,7 +9,8 @@ Captured work must be the same in every step: the same tensor addresses, and not
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -40,6 +41,7 @@ class CUDAGraphPool:
         self.used = False
         self.paused = False
         """set in a batch-size ramp, where steps differ: its calls run eagerly, and do not count"""
+        self.uncaptured = False
         self.rows: Rows = []
         self._launched_s = 0.0
 
@@ -59,6 +61,15 @@ class CUDAGraphPool:
     def waited(self, seconds: float) -> None:
         """Records how long the host then waited for the GPU: if launching takes longer than waiting, the step is host-bound."""
         self.worth = self.mode == "always" or (self.mode == "auto" and seconds < self._launched_s)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Runs what it launches kernel by kernel, also after its capture, and does not count it."""
+        self.uncaptured = True
+        try:
+            yield
+        finally:
+            self.uncaptured = False
 
     def decide(self) -> bool:
         """Whether steps are captured: if some rank is host-bound and all have the memory, which a graph reserves."""
@@ -90,7 +101,7 @@ class CUDAGraphRunner(Generic[T]):
         self.output: T | None = None
 
     def __call__(self) -> T:
-        if self.graphs.paused:
+        if self.graphs.paused or self.graphs.uncaptured:
             return self.work()
         if self.calls == EAGER_CALLS:
             self.wanted = self.graphs.decide()

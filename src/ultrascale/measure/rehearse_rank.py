@@ -12,7 +12,7 @@ import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ultrascale.kernels.cuda_graphs import EAGER_CALLS
 from ultrascale.measure.rehearse import Rehearsal
 from ultrascale.measure.rehearse_tracker import OperatorTracker, StepPosition, attach
 from ultrascale.measure.rehearse_world import (
@@ -92,13 +93,12 @@ def _rehearsed(
     _warm_up_gather(engine)
     if device != "meta":
         without_values(engine)
+    tracker = OperatorTracker(engine, techniques, fake)
     kernels_s = step_s = None
     if device == "cuda":
-        numbers = itertools.count()  # the next step's batch is read during this one
-        engine.step(next(numbers))  # compiles and selects kernels
-        kernels_s = kernel_times(lambda: engine.step(next(numbers)))
-        step_s = step_time(lambda: engine.step(next(numbers)))
-    memory, tracker = _accounted(engine, techniques, fake)
+        memory, kernels_s, step_s = _measured_on_gpu(engine, tracker)
+    else:
+        memory = _accounted(engine, tracker)
     # A step reads inputs and targets of all its micro-batches before it computes.
     unread = (
         (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * (2 + 2 * job.model.mtp_depth) * torch.int64.itemsize
@@ -120,22 +120,33 @@ def _rehearsed(
     )
 
 
-def _accounted(
-    engine: Engine, techniques: Mapping[str, str], fake: QuickFakeTensorMode | None
-) -> tuple[MeasuredMemory, OperatorTracker]:
-    """Memory and operators of a step; on a GPU of two steps, since the tracker would change what is allocated."""
+def _accounted(engine: Engine, tracker: OperatorTracker) -> MeasuredMemory:
+    """Memory of a step, whose operators are tracked."""
     gc.collect()
-    tracker = OperatorTracker(engine, techniques, fake)
-    if engine.mesh.device.type == "cpu":
-        attach(engine, tracker)
-        memory, _ = account(engine, lambda: engine.step(0), tracker)
-        come_and_go = {owner: max(getattr(memory, owner), tracker.most[owner]) for owner in ("parameters", "gradients")}
-        return memory.model_copy(update=come_and_go), tracker
-    memory, _ = account(engine, lambda: engine.step(0))
     attach(engine, tracker)
-    with tracker:
-        engine.step(0)
-    return memory, tracker
+    memory, _ = account(engine, lambda: engine.step(0), tracker)
+    come_and_go = {owner: max(getattr(memory, owner), tracker.most[owner]) for owner in ("parameters", "gradients")}
+    return memory.model_copy(update=come_and_go)
+
+
+def _measured_on_gpu(engine: Engine, tracker: OperatorTracker) -> tuple[MeasuredMemory, dict[str, float], float]:
+    """Memory, seconds by kernel and seconds of a step, each of steps of its own: what measures one would change the others."""
+    numbers = itertools.count()  # the next step's batch is read during this one
+
+    def step() -> None:
+        engine.step(next(numbers))
+
+    step()  # compiles and selects kernels
+    gc.collect()
+    memory, _ = account(engine, step)
+    kernels_s = kernel_times(step)
+    for _ in range(EAGER_CALLS):  # in the last of which a CUDA graph may be captured
+        step()
+    step_s = step_time(step)
+    attach(engine, tracker)
+    with nullcontext() if engine.cuda_graphs is None else engine.cuda_graphs.eager(), tracker:
+        step()
+    return memory, kernels_s, step_s
 
 
 @torch.no_grad()

@@ -244,7 +244,7 @@ class Optimizer:
         """To values that its format has, as a checkpoint holds them."""
         if isinstance(self.inner, RoundedAdamW) and name != EMA:
             none = torch.zeros((), dtype=torch.int32, device=weight.master.device)
-            self.inner.moments.write(self._state(weight), name, slice(None), values.to(none.device), none)
+            self.inner.moments.write(self._state(weight), name, values.to(none.device), none)
             return
         (self.ema[weight.master] if name == EMA else self._state(weight)[name]).copy_(values)
 
