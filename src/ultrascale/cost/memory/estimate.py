@@ -514,8 +514,10 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
     if traced and view.layout.zero == 1 and _sharded(view.layout) and view.layout.gas > 1:
         last = actions.ends_last_backward
         yield _ActionPoint("end of a backward", last, ended, steady.last_backward_end, first.last_backward_end)
-    at_loss = live
+    at_loss = at_layer = live
     if inputs.any():
+        if view.job.adapter_rank is not None:  # adapters' gradients are not deferred: each layer frees what it saved
+            at_layer = live - np.where(inputs, dropped[at], 0.0)
         # At the loss a split backward has recomputed nothing yet.
         at_loss = live - np.where(inputs & traced, dropped[at], 0.0)
         # The next ones of the same chunk are beside them.
@@ -530,7 +532,7 @@ def _action_points(view: LayoutRows, first: ChunkParts, steady: ChunkParts, acti
         yield _ActionPoint("backward of the embedding", whole, live, steady.unsplit_embedding, first.unsplit_embedding)
     yield _ActionPoint("backward of a layer", whole, live, steady.layer, first.layer)
     yield _ActionPoint("backward of a layer", actions.consecutive_backwards, live, steady.backward_start, first.backward_start)
-    yield _ActionPoint("backward of a layer", inputs, live, steady.split_layer, first.split_layer)
+    yield _ActionPoint("backward of a layer", inputs, at_layer, steady.split_layer, first.split_layer)
     yield _ActionPoint("loss of a micro-batch", whole | inputs, at_loss, steady.loss, first.loss)
 
 
