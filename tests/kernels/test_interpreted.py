@@ -14,7 +14,7 @@ from packaging.version import Version
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("kernel", ["fused", "loss", "adamw", "float8", "zero", "delta_rule"])
+@pytest.mark.parametrize("kernel", ["fused", "loss", "adamw", "float8", "cast", "delta_rule"])
 def test_kernels(kernel: str) -> None:
     file = Path(__file__).with_name(f"test_{kernel}_triton.py")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]

@@ -147,11 +147,9 @@ class BucketedGrads(GradientReducer):
         view = self.views[parameter]
         if parameter.grad is None or parameter.grad is view:
             return
-        if parameter in self.unwritten:  # copied: zeroing and adding would cost two more passes over memory
-            view.copy_(parameter.grad)
-            self.unwritten.remove(parameter)
-        else:
-            view += parameter.grad
+        # The first is copied: zeroing and adding would cost two more passes over memory.
+        _add(view, parameter.grad, copied=parameter in self.unwritten)
+        self.unwritten.discard(parameter)
         # Autograd itself accumulates into an existing gradient of the same dtype.
         parameter.grad = view if view.dtype == parameter.dtype else None
 
@@ -186,6 +184,17 @@ class BucketedGrads(GradientReducer):
     def _start(self, bucket: Bucket) -> None:
         if bucket.axis.size > 1:
             self.pending.append(mean_start(bucket.flat, bucket.axis, self.compress))
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor, copied: bool) -> None:
+    if total.is_cuda and total.dtype != gradient.dtype and gradient.is_contiguous():
+        from ultrascale.kernels import cast_triton
+
+        cast_triton.copy([total], [gradient], add=not copied)
+    elif copied:
+        total.copy_(gradient)
+    else:
+        total += gradient
 
 
 def _bucket(parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis) -> Bucket:

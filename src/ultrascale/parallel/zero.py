@@ -85,16 +85,16 @@ def gather_joined(model: Transformer, ranks: int, compute: torch.dtype) -> None:
 
 def cast_by_triton(model: Transformer) -> None:
     """On a GPU: our kernel casts shards into an all-gather, and gradients into the input of a reduce-scatter."""
-    from ultrascale.kernels import zero_triton
+    from ultrascale.kernels import cast_triton
 
     def copy_in(gradients: Sequence[Tensor], out: Tensor) -> bool:
-        fits = zero_triton.fits(gradients, len(out))
+        fits = cast_triton.fits(gradients, len(out))
         if fits:
-            zero_triton.chunk_cat(gradients, out)
+            cast_triton.chunk_cat(gradients, out)
         return fits
 
     torch_private.fsdp_copy_in(copy_in)
-    torch_private.fsdp_gather_in_place(model, zero_triton.copy)
+    torch_private.fsdp_gather_in_place(model, cast_triton.copy)
 
 
 def _slice_experts(model: Transformer, ranks: int, shards: dict[str, Shard]) -> None:
