@@ -32,7 +32,8 @@ from step import MBS, SEQ, machine
 from ultrascale import Cluster, Job, Layout, Model
 from ultrascale.launch import local
 from ultrascale.measure.foreign.data_stub import stub_data_pipeline
-from ultrascale.measure.rehearse_world import ConstantBatches, single_rank_world, unconnected_groups, without_values
+from ultrascale.measure.peer_values import values_of_peers
+from ultrascale.measure.rehearse_world import RandomBatches, single_rank_world, unconnected_groups, without_values
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.schedules import REGISTRY
 from ultrascale.specs.hf_config import config_of
@@ -131,16 +132,6 @@ class RankWork:
         return MODELS[self.model].model_copy(update={"layers": self.layers, "max_positions": None})
 
 
-class RandomBatches(ConstantBatches):
-    def __init__(self, seq: int, vocab: int) -> None:
-        super().__init__(seq)
-        self.vocab, self.generator = vocab, torch.Generator().manual_seed(0)
-
-    def train(self, step: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.randint(0, self.vocab, (len(rows), self.seq + 1), generator=self.generator)
-        return tokens[:, :-1], tokens[:, 1:]
-
-
 def ours(work: RankWork) -> Turn:
     layout, model = work.layout, work.shape
     job = Job(
@@ -152,7 +143,7 @@ def ours(work: RankWork) -> Turn:
         adapter_rank=work.adapters,
     )
     training = Training(steps=1000, tp_chunks=work.tp_chunks, graphs=work.graphs, fp8_keep=work.fp8_keep, kernels=work.kernels)
-    with single_rank_world(0, layout.gpus):
+    with single_rank_world(0, layout.gpus), values_of_peers():
         mesh, _ = unconnected_groups(Mesh.build(layout, model.kv_heads, 0, f"cuda:{torch.cuda.current_device()}"))
         batches = cast(Batches, RandomBatches(work.seq, model.vocab))
         engine = build_engine(job, mesh, training, batches)
@@ -205,7 +196,7 @@ def torchtitan(work: RankWork) -> Turn:
     from torchtitan.distributed import utils as distributed
 
     layout, config = work.layout, titan_config(work)
-    with single_rank_world(0, layout.gpus):
+    with single_rank_world(0, layout.gpus), values_of_peers():
         dims = ParallelDims(
             dp_shard=layout.dp, dp_replicate=1, cp=layout.cp, tp=layout.tp, pp=1, ep=1, etp=1, world_size=layout.gpus
         )
@@ -250,7 +241,7 @@ def transformers(work: RankWork) -> Turn:
     library: Any = importlib.import_module("transformers")
     layout, kept = work.layout, config_of(work.shape, "fp32")
     config = library.AutoConfig.for_model(kept.pop("model_type"), **kept)
-    with single_rank_world(0, layout.gpus):
+    with single_rank_world(0, layout.gpus), values_of_peers():
         weights = torch.bfloat16 if work.adapters else torch.float32
         with torch.device("cuda"):
             model = library.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=weights)

@@ -21,11 +21,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.kernels.cuda_graphs import EAGER_CALLS
+from ultrascale.measure.peer_values import values_of_peers
 from ultrascale.measure.rehearse import Rehearsal
 from ultrascale.measure.rehearse_tracker import OperatorTracker, StepPosition, attach
 from ultrascale.measure.rehearse_world import (
     ConstantBatches,
     QuickFakeTensorMode,
+    RandomBatches,
     as_on_a_gpu,
     kernel_times,
     replaced,
@@ -57,12 +59,12 @@ def rehearse_rank(job: Job, layout: Layout, rank: int, device: str = "meta", ker
     short = shorten(layout, RankCoordinates.of(layout, rank).pp)
     # The first micro-batches of its own schedule: a layout with so few could have another order, or be illegal.
     schedule = cut(schedule_of(layout), short.microbatches)
-    nowhere = without_memory(routed_rows(job, layout)) if device == "meta" else nullcontext()
+    values = without_memory(routed_rows(job, layout)) if device == "meta" else values_of_peers()
     formats = replaced(build, "compute_format", _as_on_a_gpu) if device == "meta" else nullcontext()
     own = as_on_a_gpu() if device == "meta" and kernels == "fused" else nullcontext()
     with (
         single_rank_world(rank, layout.gpus),
-        nowhere as fake,
+        values as fake,
         formats,
         own,
         replaced(build, "schedule_of", lambda _: schedule),
@@ -87,7 +89,7 @@ def _rehearsed(
         job,
         mesh,
         Training.model_validate({"steps": 1000 if device == "cuda" else 1, "kernels": kernels}),
-        cast(Batches, ConstantBatches(job.seq)),
+        cast(Batches, ConstantBatches(job.seq) if device == "meta" else RandomBatches(job.seq, job.model.vocab)),
     )
     engine.optimizer.continued(1)  # so that its states exist
     _warm_up_gather(engine)

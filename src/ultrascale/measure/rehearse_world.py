@@ -138,6 +138,18 @@ class ConstantBatches:
         return self.seq
 
 
+class RandomBatches(ConstantBatches):
+    """Where values matter: experts are chosen by them, and GEMMs of equal rows take less power."""
+
+    def __init__(self, seq: int, vocab: int) -> None:
+        super().__init__(seq)
+        self.vocab, self.generator = vocab, torch.Generator().manual_seed(0)
+
+    def train(self, step: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(0, self.vocab, (len(rows), self.seq + 1), generator=self.generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
 def without_values(engine: Engine) -> None:
     """Read losses and norms as zero: sums over missing ranks may be anything."""
 

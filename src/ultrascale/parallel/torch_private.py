@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import all_to_all_single as functional_all_to_all
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -54,7 +53,6 @@ __all__ = [
     "TCPStore",
     "TorchDispatchMode",  # sees every operator: live memory, selective recomputation, rehearsals
     "coalescing_manager",  # several collectives in one call, which rehearsals of other programs take apart
-    "functional_all_to_all",  # with which torchtitan tells other ranks its numbers of rows
     "in_kernel_invocation_manager",
     "unset_fake_temporarily",
 ]

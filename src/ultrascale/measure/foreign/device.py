@@ -11,9 +11,10 @@ import torch
 
 from ultrascale.measure.foreign.compiled import rehearse_compiled
 from ultrascale.measure.foreign.gpu import ValuesOfZero, answer_for_gpu, without_gpu
-from ultrascale.measure.foreign.peers import values_from_peers, without_peers
+from ultrascale.measure.foreign.peers import without_peers
 from ultrascale.measure.foreign.request import BALANCED, ForeignRequest
 from ultrascale.measure.foreign.watcher import Watcher
+from ultrascale.measure.peer_values import values_of_peers
 
 VALUES = "tensors have no values: what the program reads of them is zero, and a mask selects everything"
 ALLOCATOR = (
@@ -69,11 +70,11 @@ class CudaDevice:
 
         self.watcher = CudaWatcher(request.steps, measured, done)
         without_peers(request.rank, request.world, on_gpu=True)
-        values_from_peers()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        yield
+        with values_of_peers():
+            yield
 
 
 class CudaWatcher(Watcher):  # type: ignore[no-untyped-call]

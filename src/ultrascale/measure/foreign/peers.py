@@ -9,13 +9,12 @@ from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import device_mesh
 from torch.nn import parallel
 
 from ultrascale.measure.foreign.ddp import BucketedDataParallel
 from ultrascale.measure.foreign.gpu import on_cpu, replace_everywhere
-from ultrascale.parallel.torch_private import coalescing_manager, fake_store, functional_all_to_all, unset_fake_temporarily
+from ultrascale.parallel.torch_private import coalescing_manager, fake_store, unset_fake_temporarily
 
 
 def without_peers(rank: int, world: int, on_gpu: bool = False) -> None:
@@ -44,38 +43,6 @@ def without_peers(rank: int, world: int, on_gpu: bool = False) -> None:
     )
     if not on_gpu:
         _meshes_with_values()
-
-
-def values_from_peers() -> None:
-    """What a rank on a GPU reads of its peers: torch's `fake` group copies its own part into what it gathers, nothing else.
-
-    Ranks tell one another how many rows they send, in one dimension: each sends this rank as many as this rank sends it.
-    Gradients that are reduced are this rank's: an engine skips a step in which they are not finite.
-    """
-    functional, in_place, reduce = functional_all_to_all, dist.all_to_all_single, dist.reduce_scatter_tensor
-
-    @functools.wraps(functional)
-    def all_to_all(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = functional(self, *args, **kwargs)
-        return self.clone() if self.dim() == 1 and found.shape == self.shape else found
-
-    @functools.wraps(in_place)
-    def all_to_all_in_place(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = in_place(output, input, *args, **kwargs)
-        if input.dim() == 1 and output.shape == input.shape:
-            output.copy_(input)
-        return work
-
-    @functools.wraps(reduce)
-    def reduce_scatter(
-        output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        work = reduce(output, input, op, group, async_op)
-        own = input.reshape(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)]
-        output.copy_(own.view(output.shape))
-        return work
-
-    replace_everywhere([(functional, all_to_all), (in_place, all_to_all_in_place), (reduce, reduce_scatter)])
 
 
 def _outside(inner: Callable[..., Any]) -> Callable[..., Any]:
