@@ -7,6 +7,7 @@ cost/memory/activations.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -86,6 +87,8 @@ def apply(model: Transformer, policy: Recompute, layers: int | None = None, comp
     """
     if policy == "none":
         return
+    if compiled:  # torch warns of operators in place, of which blocks have none
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in islice(model.each_block(), layers):
         # There is no dropout: no RNG state needs to be restored.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
