@@ -97,7 +97,8 @@ class RoundedAdamW(torch.optim.Optimizer):
             hashed = torch.tensor(keys, dtype=torch.int32).to(weight.device, non_blocking=True)
             assert weight.grad is not None
             for rows in row_chunks(weight, self._elements):
-                part = {key: value[rows] if len(value) == len(weight) else value for key, value in state.items()}
+                moments = {key: value for key, value in state.items() if value.dim()}  # a resumed run has its step there
+                part = {key: value[rows] if len(value) == len(weight) else value for key, value in moments.items()}
                 places = element_indices(shard, weight.shape, rows, weight.device)
                 self._update(weight[rows], weight.grad[rows], part, numbers, hashed, places, (beta1, beta2), group["eps"])
 
