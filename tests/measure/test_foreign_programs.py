@@ -172,6 +172,8 @@ for _ in DataLoader(torch.zeros(64, 8), batch_size=4, num_workers=2, pin_memory=
     x = torch.randn(4, 8, device="cuda:1", dtype=torch.bfloat16)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         out = model(x)
+    with torch.autocast("cuda", dtype=torch.float32):
+        assert model(x).dtype is torch.float32
     chosen = out[out > 0]
     assert chosen.shape == (32,)
     assert torch.nonzero(out).shape == (32, 2)

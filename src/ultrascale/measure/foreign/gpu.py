@@ -180,6 +180,8 @@ class ValuesOfZero(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
         if kwargs and "device" in kwargs:  # in a backward, where torch has no function modes
             kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
         result = super().dispatch(func, types, args, kwargs)
+        if result is NotImplemented:  # of DTensors, whose local tensors come back here
+            return result
         if func is aten.topk.default:
             self.routed = result[1].numel()
         elif func is aten.histc.default:
@@ -331,8 +333,8 @@ _OF_WORKERS = {
 
 def _run_on_cpu() -> None:
     """Autocast, loss scaling and the default device name their device outside of what a function mode sees."""
-    for owner, name in ((torch, "set_default_device"), (torch.amp.autocast_mode.autocast, "__init__")):
-        setattr(owner, name, _first_on_cpu(getattr(owner, name)))
+    torch.set_default_device = _first_on_cpu(torch.set_default_device)
+    _autocast_on_cpu()
     scaler = torch.amp.grad_scaler.GradScaler
     build = _first_on_cpu(scaler.__init__)
 
@@ -341,6 +343,19 @@ def _run_on_cpu() -> None:
         build(self, device, *args, **kwargs)
 
     scaler.__init__ = build_on_cpu  # type: ignore[method-assign]
+
+
+def _autocast_on_cpu() -> None:
+    """In fp32 too, as routers are: torch refuses that format on a CPU, and would cast nothing."""
+    build = _first_on_cpu(torch.amp.autocast_mode.autocast.__init__)
+
+    @functools.wraps(build)
+    def outer(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        build(self, device_type, dtype, enabled and dtype != torch.float32, cache_enabled)
+        if enabled and dtype == torch.float32:
+            self._enabled = True
+
+    torch.amp.autocast_mode.autocast.__init__ = outer  # type: ignore[method-assign]
 
 
 def _first_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
