@@ -109,6 +109,23 @@ _PIPELINES = tuple(
         (7, {"dp": 4, "pp": 2, "gas": 4, "schedule": "1f1b", "keep_gathered": False}),
     )
 )
+_EXPERTS = (
+    case(THIRTY, 4, dp=8, zero=3),
+    case(THIRTY, 4, dp=8, zero=3, mbs=2, recompute="selective"),
+    case(THIRTY, 4, dp=8, zero=3, mbs=2, gas=2, recompute="full"),
+    case(THIRTY, 4, dp=4, tp=2, zero=3, mbs=2),
+    case(THIRTY, 4, dp=2, tp=4, zero=3, mbs=4, recompute="selective"),
+    case(THIRTY, 4, dp=4, tp=2, zero=3, mbs=4, recompute="full"),
+)
+_EXPERTS_OF_RANKS = (
+    case(THIRTY, 4, dp=8, ep=2, zero=3, mbs=2, gas=3),
+    case(THIRTY, 4, dp=8, ep=4, zero=3, mbs=2, recompute="selective"),
+    case(THIRTY, 4, dp=8, ep=8, zero=3, mbs=2),
+    case(THIRTY, 4, dp=8, ep=8, zero=3, mbs=4, recompute="full"),
+    case(THIRTY, 4, dp=4, tp=2, ep=8, zero=3, mbs=2),
+    case(THIRTY, 4, dp=2, tp=4, ep=8, zero=3, mbs=4, recompute="full"),
+    case(THIRTY, 4, dp=8, ep=8, zero=3, mbs=2, gas=3, keep_gathered=True),
+)
 # 0.2 has no flavors of 1B.
 _TORCHTITAN_2 = (
     case(EIGHT, 4, dp=8, zero=3),
@@ -123,6 +140,8 @@ _TORCHTITAN_2 = (
     case(EIGHT, 4, dp=2, tp=2, cp=2, zero=3, gas=2, recompute="selective"),
     case(EIGHT, 4, dp=1, mbs=2),
     case(EIGHT, 4, dp=1, mbs=4, recompute="full"),
+    case(THIRTY, 4, dp=8, zero=3, mbs=2),
+    case(THIRTY, 4, dp=8, zero=3, mbs=2, recompute="full"),
 )
 _LIBRARY = (
     case(ONE, 4, dp=8, zero=3),
@@ -134,8 +153,8 @@ _LIBRARY = (
     case(SEVEN, 4, dp=8, zero=3, mbs=4),
 )
 GRIDS: dict[str, tuple[Case, ...]] = {
-    "torchtitan": _TORCHTITAN,
-    "torchtitan-eager": (*_TORCHTITAN, *_PIPELINES),
+    "torchtitan": (*_TORCHTITAN, *_EXPERTS),
+    "torchtitan-eager": (*_TORCHTITAN, *_PIPELINES, *_EXPERTS, *_EXPERTS_OF_RANKS),
     "torchtitan-0.2": _TORCHTITAN_2,
     "torchtitan-0.2-eager": _TORCHTITAN_2,
     "accelerate": (*_LIBRARY, case(EIGHT, 2, dp=1, mbs=2), case(ONE, 4, dp=8, mbs=2, gas=3), case(EIGHT, 32, dp=8, zero=3)),
@@ -275,16 +294,20 @@ def _store(preset: str, rows: Sequence[tuple[Case, ForeignRehearsal]]) -> None:
 # ------------------------------------------------------------------------------------------------------------------ the fit
 
 
-_WORDS = ("buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers", "context", "stage_split")
+_WORDS = (
+    "buffers", "loss", "states", "norm", "accumulation", "selective", "head_gathers", "context", "stage_split",
+    "routing_format", "keeps_gradients", "sliced_routing",
+)  # fmt: skip
 _FLAGS = (
-    "eager_activation", "gathered_inputs", "autocast", "unrotated_heads", "keeps_gradients",
-    "early_stop", "ddp_buckets", "sums_in_backward", "sliced_routing", "foreach_optimizer",
+    "eager_activation", "gathered_inputs", "autocast", "unrotated_heads",
+    "early_stop", "ddp_buckets", "sums_in_backward", "foreach_optimizer",
 )  # fmt: skip
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     **{name: get_args(Framework.model_fields[name].annotation) for name in _WORDS},
     **dict.fromkeys(_FLAGS, (False, True)),
     "reduce_bucket": (0, 5e8),
     "live_parameters": (0, 1e9),
+    "expert_padding": (0, 8, 16, 32),
 }
 """values of the fields that are fitted; buckets and live parameters are settings of DeepSpeed, here with its defaults"""
 

@@ -38,7 +38,7 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
     kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
     assert kept.total[0] == SEQ * per_token
-    without = {"transformer_engine": False, "sliced_routing": False}
+    without = {"transformer_engine": False, "sliced_routing": "never"}
     plain = activations.layer(megatron_job(**without), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
     assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
 

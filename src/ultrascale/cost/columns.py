@@ -140,11 +140,11 @@ class LayoutColumns:
         """Ranks that hold copies or other parts of the same layer's experts, tensor parallelism's cuts left aside."""
         return np.asarray(self.data_ranks * self.tp // self.expert_cut)
 
-    def routed_cut(self, sliced: bool) -> Array:
+    def routed_cut(self, sliced: Array | bool) -> Array:
         """By what the tokens that a rank routes are cut: over tp ranks that hold whole experts; where experts are cut instead,
         along the sequence in an engine that routes slices (`sliced`), else not at all: each tp rank sends them all.
         """
-        return np.where(self.expert_cut == self.tp, self.sequence_cut if sliced else 1, self.tp)
+        return np.where(self.expert_cut == self.tp, np.where(sliced, self.sequence_cut, 1), self.tp)
 
     def key_copies(self, kv_heads: int) -> Array:
         """Ulysses: ranks of cp that share a kv head, each of which needs its copy."""

@@ -17,6 +17,7 @@ from ultrascale.cost.memory.states import (
     compute_bytes,
     fp8_saving,
     gradient_bytes,
+    routes_slices,
     trained_fraction,
     uses_fused_blocks,
 )
@@ -354,7 +355,7 @@ def expert_traffic(work: Workload) -> ExpertTraffic:
     model, moe = job.model, job.model.moe
     assert moe is not None
     routed = columns.tokens(job.seq) * moe.top_k * job.cluster.efficiency.expert_imbalance
-    rows = compute_bytes(job) * routed * model.hidden / columns.routed_cut(job.framework.sliced_routing)
+    rows = compute_bytes(job) * routed * model.hidden / columns.routed_cut(routes_slices(job, columns))
     all_to_all = transfer(machine, "expert", "all_to_all", rows, work.places.expert)
     gather, scatter = gathered_tokens(work)
     once_per_node = columns.is_("dispatcher", "deepep") | columns.is_("dispatcher", "hybridep")
@@ -387,7 +388,7 @@ def gathered_tokens(work: Workload) -> tuple[CollectiveTransfer, CollectiveTrans
 def routed_token_bytes(work: Workload) -> Array:
     """Of the tokens that a rank routes, each once."""
     job, columns = work.job, work.columns
-    cut = columns.routed_cut(job.framework.sliced_routing)
+    cut = columns.routed_cut(routes_slices(job, columns))
     return np.asarray(compute_bytes(job) * columns.tokens(job.seq) * job.model.hidden / cut)
 
 

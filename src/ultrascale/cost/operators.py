@@ -18,6 +18,7 @@ from ultrascale.cost.memory.states import (
     compute_bytes,
     gradient_bytes,
     has_master,
+    routes_slices,
     selective_policy,
     trained_fraction,
     uses_fused_blocks,
@@ -133,8 +134,8 @@ def layer_matmuls(job: Job, columns: LayoutColumns, kind: LayerKind) -> list[Mat
     local = model.moe.experts / columns.ep
     whole_experts = columns.tp / columns.expert_cut
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
-    rows = tokens * model.moe.top_k * busiest / local / whole_experts
-    sees = tokens / columns.sequence_cut if job.framework.sliced_routing else tokens
+    rows = tokens * model.moe.top_k * busiest / local / whole_experts + job.framework.expert_padding
+    sees = tokens / np.where(routes_slices(job, columns), columns.sequence_cut, 1)
     router = Matmul("router", sees, np.asarray(float(model.moe.experts)), np.asarray(float(model.hidden)), in_fp8=False)
     matmuls += [router, *mlp_matmuls(model, "expert", rows, model.moe.expert_ffn / columns.expert_cut, local)]
     if model.moe.shared_experts:
@@ -313,7 +314,7 @@ def separate_biases(job: Job, columns: LayoutColumns, machine: ClusterRates, kin
     if not (moe is not None and job.model.mlp_bias and job.framework.transformer_engine):
         return Passes()
     rows = moe.top_k * columns.busiest(job.cluster.efficiency.expert_imbalance)
-    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(job.framework.sliced_routing)
+    elements = columns.tokens(job.seq) * rows * job.model.hidden / columns.routed_cut(routes_slices(job, columns))
     return Passes(machine.stream_s(SEPARATE_BIAS_FORWARD * elements), machine.stream_s(SEPARATE_BIAS_BACKWARD * elements))
 
 

@@ -148,8 +148,12 @@ class Stage:
 
     def _regions(self, kind: LayerKind) -> int:
         """Experts that are sent a rank's slice are entered by what is sent (`_sliced_experts`), but for shared ones."""
-        outside = kind.has_experts and self.job.framework.sliced_routing and not self.has_shared_experts
+        outside = kind.has_experts and self.routes_slices and not self.has_shared_experts
         return kind.sublayers - outside
+
+    @cached_property
+    def routes_slices(self) -> bool:
+        return bool(states.routes_slices(self.job, self.row)[0])
 
     @property
     def has_shared_experts(self) -> bool:
@@ -221,7 +225,7 @@ def calls_of(stage: Stage) -> Calls:
         yield from _repeated_weights(stage)
     if layout.cp > 1:
         yield from _context(stage)
-    if stage.moe_layers and stage.job.framework.sliced_routing:
+    if stage.moe_layers and stage.job.framework.sliced_routing == "always":
         yield from _sliced_experts(stage)
     elif stage.moe_layers and layout.ep > 1:
         yield from _expert(stage)
@@ -314,7 +318,7 @@ def _tensor(stage: Stage) -> Calls:
         # Each pass enters and leaves a region once; backward also gathers the saved inputs again, but for those of experts,
         # which are kept as they were routed. Slices leave the embedding and enter the head.
         gathered = job.framework.gathered_inputs
-        with_experts = 0 if job.framework.sliced_routing and not stage.has_shared_experts else stage.moe_layers
+        with_experts = 0 if stage.routes_slices and not stage.has_shared_experts else stage.moe_layers
         kept_slices = 0 if gathered or frozen else regions - with_experts
         gathers = 2 * regions + kept_slices + entered + lookups + (1 if gathered or frozen else 2) * head
         gathers -= unasked
@@ -331,6 +335,10 @@ def _tensor(stage: Stage) -> Calls:
                 repeated = full if latent.gathered_again else _forwards(stage, layers, stage.kept_attention_layers) - layers
                 yield latent.gather, gas * (layers + again + repeated)
                 yield latent.scatter, gas * layers
+        if stage.moe_layers and job.model.moe is not None and states.scatters_scores(job, stage.row)[0]:
+            scores = FP32 * stage.row.tokens(job.seq) * job.model.moe.top_k
+            yield transfer(stage.machine, "tensor", "reduce_scatter", scores, stage.work.places.tensor), gas * stage.moe_layers
+            gathers += stage.moe_layers  # of the gradient of the router's input
         yield inside.gather, gas * gathers + _gathers_again(stage) - narrow
         if narrow:
             inner = gas * communication.SUBLAYERS * stage.fp8_layers
@@ -475,7 +483,7 @@ def _context(stage: Stage) -> Calls:
         if count := stage.count(has_state):
             passes = count + _forwards(stage, count, stage.count(has_state, kept=True))
             yield communication.state_exchange(stage.work, mixer), layout.gas * passes
-    if stage.moe_layers and job.model.moe is not None and not job.framework.sliced_routing:
+    if stage.moe_layers and job.model.moe is not None and job.framework.sliced_routing == "never":
         # How often each expert was chosen in a sequence, all of its parts together: what a balance loss pulls at.
         counts = np.asarray([FP32 * layout.mbs * job.model.moe.experts])
         yield transfer(stage.machine, "context", "all_reduce", counts, stage.work.places.context), stage.moe_layers * layout.gas

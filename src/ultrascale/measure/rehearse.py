@@ -22,6 +22,7 @@ from ultrascale.cost.memory.estimate import most_gradients, peaks
 from ultrascale.cost.memory.states import (
     accumulates_nothing,
     delta_rule_kernels,
+    scatters_scores,
     selective_policy,
     stops_early,
     uses_fused_blocks,
@@ -418,6 +419,11 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         elif layout.recompute == "selective" and fused:
             again = matmuls["mlp up"]
         total += count * (passes * sum(matmuls.values()) + 3 * (of_scores + adapters)) + recomputed * again
+        if moe and model.moe is not None and job.framework.routing_format == "fp32-gemm":
+            sums = 2 * tokens * model.moe.top_k * model.hidden
+            total += (passes * count + recomputed * (layout.recompute != "none")) * sums
+        if moe and scatters_scores(job, row)[0]:
+            total -= count * (passes - 1) * (1 - 1 / layout.tp) * matmuls["router"]
         if kind.mixer in ("linear", "mamba"):
             of_mixer = _delta_rule_flops if kind.mixer == "linear" else _state_space_flops
             total += of_mixer(job, layout, count, recomputed * (layout.recompute != "none"))

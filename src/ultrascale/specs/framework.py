@@ -133,10 +133,20 @@ class Framework(BaseModel):
         "scores and routing maps take 17 bytes a token and expert, "
         "routing weighs activations instead of experts' outputs, and experts' biases are added in fp32 after the GEMMs",
     )
-    sliced_routing: bool = Field(
-        False,
+    sliced_routing: Literal["never", "with-ep", "always"] = Field(
+        "never",
         description="each tp rank routes its slice of the sequence, and experts that tp cuts gather the rows that arrived at "
-        "its ranks (Megatron-Core); else each has all tokens and sends them to its part of the experts",
+        "its ranks (always: Megatron-Core; with-ep: torchtitan from 0.3 on, if experts are on several ranks, and else in the "
+        "router's backward alone); else each has all tokens and sends them to its part of the experts",
+    )
+    expert_padding: int = Field(
+        0, ge=0, le=1024, description="rows for each expert beside those that were sent to it (torchtitan until 0.2)"
+    )
+    routing_format: Literal["compute", "fp32-gemm", "fp32"] = Field(
+        "compute",
+        description="in what experts' outputs are weighed and summed: the compute format; fp32, by a GEMM, which keeps them so "
+        "(torchtitan until 0.2); or fp32, of which only layers that are not compiled keep them, and the router its input "
+        "(torchtitan from 0.3 on)",
     )
     tp_comm_overlap: bool = Field(
         True, description="with transformer_engine: a dense layer's tensor-parallel communication overlaps its matmuls"
@@ -180,7 +190,11 @@ class Framework(BaseModel):
         description="of activations, and of inputs gathered and freed: what the allocator's cache loses to holes",
     )
     unrotated_heads: bool = Field(False, description="the output of the q, k, v GEMM is kept beside rotated q and k")
-    keeps_gradients: bool = Field(True, description="gradients stay allocated between steps, and are set to zero")
+    keeps_gradients: Literal["always", "captured", "never"] = Field(
+        "always",
+        description="gradients stay allocated between steps, and are set to zero; captured: of steps that are CUDA graphs, "
+        "without pipelines and expert parallelism (torchtitan from 0.3 on)",
+    )
     early_stop: bool = Field(
         False,
         description="full recomputation stops at the last tensor that backward needs; with exact_memory_trace it does. With "

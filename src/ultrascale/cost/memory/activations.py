@@ -19,6 +19,7 @@ from ultrascale.cost.memory.states import (
     compute_bytes,
     eager,
     operand_bytes,
+    routes_slices,
     selective_policy,
     uncut,
     uses_fused_blocks,
@@ -246,24 +247,29 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     assert moe is not None
     busiest = columns.busiest(job.cluster.efficiency.expert_imbalance)
     routed = tokens * moe.top_k * busiest
-    wide, operand = routed * moe.expert_ffn / columns.tp, operand_bytes(job)
-    sliced = job.framework.sliced_routing
+    # Experts that tp cuts see the rows of all its ranks, gathered if each sent a slice.
+    rows = routed / columns.routed_cut(sliced=False) + job.framework.expert_padding * moe.experts / columns.ep
+    wide, operand = rows * moe.expert_ffn / columns.expert_cut, operand_bytes(job)
+    sliced = routes_slices(job, columns)
+    always = job.framework.sliced_routing == "always"  # Megatron-Core, where routing weighs activations instead of outputs
+    slices = np.where(sliced, columns.sequence_cut, 1)
     travelling = routed * model.hidden / columns.routed_cut(sliced)
     plain = eager(job, columns)
     # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.
-    copies = np.where(plain, FP32 + b * bool(moe.shared_experts), b)
-    mlp_input = residual if sliced else copies * tokens * model.hidden
+    in_fp32 = plain | (job.framework.routing_format == "fp32")
+    copies = np.where(in_fp32, FP32 + b * bool(moe.shared_experts), b)
+    cast = {"compute": False, "fp32": job.framework.eager_activation, "fp32-gemm": True}[job.framework.routing_format]
+    weighed = 0 if always else FP32 if cast else b
+    mlp_input = residual if always else copies * tokens * model.hidden / slices
     modules = {
         "mlp input": mlp_input,
-        "router": job.framework.router_bytes * tokens * moe.experts / (columns.sequence_cut if sliced else 1),
-        # Experts that tp cuts see the rows of all its ranks, gathered if each sent a slice.
-        "expert input": operand * routed * model.hidden / columns.routed_cut(sliced=False),
+        "router": job.framework.router_bytes * tokens * moe.experts / slices,
+        "expert input": operand * rows * model.hidden,
         "expert matmuls": gate_bytes(job) * (1 + model.gated) * wide,
-        "expert activation": operand * wide,
-    }
-    if not sliced:  # there routing weighs activations instead of outputs
+        "expert activation": (operand + b * job.framework.eager_activation) * wide,
         # What comes home is as many rows as left, however busy some experts were.
-        modules["expert output"] = b * np.where(plain, travelling / busiest, travelling)
+        "expert output": weighed * np.where(plain, travelling / busiest, travelling),
+    }
     if moe.shared_experts:
         shared = b * tokens * moe.shared_expert_ffn / columns.tp
         modules["shared expert"] = (3 if model.gated else 2) * shared
@@ -275,11 +281,11 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
 # Selective recomputation with flash attention keeps matmuls and computes the cheap operators again.
 _MATMULS = {"q, k, v", "mlp matmuls", "expert matmuls", "mlp norm"}
 _CHEAP = ("qkv input", "mlp input", "mlp activation", "expert activation")
-_EXPERTS = ("expert input", "expert matmuls", "expert activation", "expert output")
+EXPERTS = ("expert input", "expert matmuls", "expert activation", "expert output")
 _DROPPED: dict[str, tuple[str, ...]] = {
     "cheap": _CHEAP,
     "half": _CHEAP,
-    **dict.fromkeys(ALTERNATE, (*_CHEAP, *_EXPERTS, "mlp norm", "q, k before norm", "merged output")),
+    **dict.fromkeys(ALTERNATE, (*_CHEAP, *EXPERTS, "mlp norm", "q, k before norm", "merged output")),
     "latents": ("q, k, v",),
     "experts": ("mlp input", "expert activation"),
     "attention": (),  # flash attention's output is the next GEMM's input
@@ -324,6 +330,9 @@ def _apply_policy(
         scattered = np.where(columns.sequence_cut > 1, residual, 0.0)
         unused = (columns.sequence_cut + (columns.sequence_cut > 1)) * residual if job.framework.eager_activation else 0.0
         kept["outputs"] = np.where(selective, scattered + unused, 0.0)
+    if job.framework.selective in ALTERNATE and "expert input" in kept:  # results of all-to-alls, which recomputation sorts
+        rows = 2 * modules["expert input"]
+        kept["rows of all-to-alls"] = np.where(selective & (columns.ep > 1), rows, 0.0)
     if job.framework.exact_memory_trace and "shared expert" in kept and job.attention == "flash":
         # A shared expert's activation is as cheap as the others.
         kept["shared expert"] = kept["shared expert"] * np.where(plain, 2 / 3 if job.model.gated else 1 / 2, 1.0)

@@ -26,6 +26,7 @@ from ultrascale.cost.memory.states import (
     fp8_on_rank,
     fp8_saving,
     gradient_bytes,
+    routes_slices,
     states,
     trained_fraction,
 )
@@ -341,8 +342,8 @@ def _concurrent_buffers(chunk: ChunkMemory) -> Iterator[tuple[str, Array]]:
     yield "keys and values of other ranks", _context_buffers(chunk)
     if model.moe is not None:
         routed = job.cluster.efficiency.expert_imbalance * model.moe.top_k * wide
-        sent = routed / columns.routed_cut(job.framework.sliced_routing)
-        gathered = wide * columns.ep / columns.routed_cut(job.framework.sliced_routing)
+        sent = routed / columns.routed_cut(routes_slices(job, columns))
+        gathered = wide * columns.ep / columns.routed_cut(routes_slices(job, columns))
         sent = np.where(columns.is_("dispatcher", "allgather"), gathered, sent)
         yield "dispatched tokens", np.where(columns.ep > 1, sent, 0.0)
     if job.framework.expert_overlap == "microbatches":

@@ -70,6 +70,17 @@ def sharded_gradient_bytes(job: Job) -> int:
     return FP32 if job.framework.states == "fp32" else gradient_bytes(job)
 
 
+def routes_slices(job: Job, columns: LayoutColumns) -> Array:
+    """Rows in which each tp rank routes its slice of the sequence."""
+    sliced = job.framework.sliced_routing
+    return np.asarray((sliced == "always") | ((sliced == "with-ep") & (columns.ep > 1)))
+
+
+def scatters_scores(job: Job, columns: LayoutColumns) -> Array:
+    """Rows whose tp ranks route all tokens, but reduce gradients of scores to slices, for the router's backward."""
+    return np.asarray((job.framework.sliced_routing == "with-ep") & (columns.ep == 1) & (columns.sequence_cut > 1))
+
+
 def autocast(job: Job, columns: LayoutColumns) -> Array:
     """Rows that compute under torch.autocast, whose casts of weights belong to the forward that makes them."""
     plain = (columns.zero == 0) & (columns.tp == 1) & (columns.pp == 1)
