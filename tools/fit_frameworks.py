@@ -123,6 +123,7 @@ _EXPERTS_OF_RANKS = (
     case(THIRTY, 4, dp=8, ep=8, zero=3, mbs=2),
     case(THIRTY, 4, dp=8, ep=8, zero=3, mbs=4, recompute="full"),
     case(THIRTY, 4, dp=4, tp=2, ep=8, zero=3, mbs=2),
+    case(THIRTY, 4, dp=4, tp=2, ep=4, etp=1, zero=3, mbs=2, recompute="selective"),
     case(THIRTY, 4, dp=2, tp=4, ep=8, zero=3, mbs=4, recompute="full"),
     case(THIRTY, 4, dp=8, ep=8, zero=3, mbs=2, gas=3, keep_gathered=True),
 )
@@ -196,6 +197,8 @@ GRIDS: dict[str, tuple[Case, ...]] = {
         case(THIRTY, 4, dp=4, tp=2, ep=8, zero=1, mbs=2, recompute="full"),
         case(MIXTRAL, 2, dp=8, ep=8, zero=1, gas=2),
         case(MIXTRAL, 2, dp=4, tp=2, ep=4, zero=1, mbs=2),
+        case(MIXTRAL, 2, dp=4, tp=2, ep=4, etp=1, zero=1, mbs=2),
+        case(MIXTRAL, 2, dp=4, tp=2, ep=2, etp=1, zero=1, gas=2),
         case(MIXTRAL, 4, dp=4, ep=4, pp=2, zero=1, gas=4, schedule="1f1b"),
         case(MIXTRAL, 4, 7, dp=4, ep=4, pp=2, zero=1, gas=4, schedule="1f1b"),
     ),

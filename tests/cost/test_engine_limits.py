@@ -46,6 +46,7 @@ RULES = [
     ("nanotron", Layout(dp=16, recompute="selective"), "layout.recompute is selective but nanotron runs none, full"),
     ("deepspeed", Layout(dp=8, pp=2), "layout.pp is 2 but DeepSpeed runs 1"),
     ("accelerate", Layout(dp=8, tp=2, sequence_parallel=False), "Accelerate cuts tensors and sequences only beside FSDP"),
+    ("ultrascale", Layout(dp=8, tp=2, etp=1), "layout.etp is 1 but ultrascale train has no such setting: try null"),
     ("ultrascale", Layout(tp=16), None),
     ("playbook", Layout(tp=16), None),
 ]
@@ -55,6 +56,16 @@ RULES = [
 def test_a_layout_that_the_engine_does_not_run(name: str, layout: Layout, says: str | None) -> None:
     sentence = engines.layout_problem(make_job("llama-3-8b", "16xh100", framework=name), layout)
     assert sentence is None if says is None else says in (sentence or "")
+
+
+def test_torchtitan_keeps_experts_whole_with_ep() -> None:
+    job = make_job("qwen3-30b-a3b", "16xh100", framework="torchtitan")
+    layout = Layout(dp=8, tp=2, ep=8, zero=3)
+    assert (engines.layout_problem(job, layout) or "").endswith("does not cut experts by tp = 2 with ep = 8: try etp=1")
+    assert engines.layout_problem(job, layout.changed(etp=1)) is None
+    assert engines.layout_problem(job, layout.changed(ep=1)) is None
+    found = next(cores(job, LayoutConstraints({"tp": 2, "pp": 1, "cp": 1}))).columns
+    assert set(found.etp[(found.ep > 1) & (8 % found.ep == 0)]) == {1}
 
 
 def test_a_field_without_effect_is_no_problem() -> None:

@@ -139,6 +139,23 @@ CASES: dict[str, tuple[int, Job, Layout, str, str, tuple[dict[str, Any], ...]]] 
         "8",
         ({"gas": 1},),
     ),
+    "experts cut in other parts": (
+        16,
+        make_job("mixtral-8x7b"),
+        Layout(dp=2, tp=4, ep=2, etp=2, gas=32),
+        "layout.etp",
+        "2",
+        ({"etp": 1}, {"etp": 4}),
+    ),
+    "no experts to cut": (16, make_job(), Layout(dp=4, tp=2, etp=1, gas=16), "layout.etp", "1", ({"etp": None},)),
+    "experts over ranks that have parts of them": (
+        6,
+        make_job("mixtral-8x7b"),
+        Layout(dp=4, tp=2, ep=8, etp=2, gas=16),
+        "layout.ep",
+        "8",
+        ({"ep": 4},),
+    ),
 }
 
 
@@ -152,7 +169,7 @@ def test_errors_name_field_value_and_a_fix(name: str) -> None:
     assert re.search(r"\btry |; use ", sentence)
     for change in changes:
         for value in change.values():
-            assert str(value).lower() in sentence.split("but")[-1], sentence
+            assert str(value).lower().replace("none", "null") in sentence.split("but")[-1], sentence
         assert rule not in broken(of, layout.changed(**change)), (change, sentence)
 
 

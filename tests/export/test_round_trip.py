@@ -62,6 +62,17 @@ def test_the_dispatcher_of_experts_is_exported(title: str, dispatcher: str) -> N
     assert found.same
 
 
+@pytest.mark.parametrize(
+    ("title", "etp"),
+    [("Megatron-LM", None), ("Megatron-LM", 1), *((f"torchtitan 0.{n}", 1) for n in (2, 3)), ("torchtitan 0.2", None)],
+)
+def test_how_tp_cuts_experts_is_exported(title: str, etp: int | None) -> None:
+    engine = next(one for one in ENGINES if one.title.startswith(title))
+    layout = Layout(dp=8, tp=2, ep=8, etp=etp, zero=1 if title == "Megatron-LM" else 3, gas=8)
+    job = make_job("qwen3-30b-a3b", "16xh100", 4096, layout, framework=engine.framework)
+    assert "layout.etp" not in {one.field for one in checked(engine, planned(job, layout)).differences}
+
+
 def test_a_plan_that_fits_in_its_own_engine_alone_can_be_rehearsed() -> None:
     job = make_job(
         "llama-3-8b", "64xh100", 8192, layout := Layout(dp=64, zero=3, keep_gathered=True, gas=2), framework="torchtitan"
@@ -126,7 +137,7 @@ NOT_EXPRESSIBLE = {
         "dense": "zero keep_gathered model.…",
         "sharded": "",
         "long": "zero keep_gathered job.gradients",
-        "experts": "zero keep_gathered model",
+        "experts": "etp zero keep_gathered model",
         "qwen": "",
         "latent": "zero keep_gathered",
         "no bubble": "job.optimizer",

@@ -31,14 +31,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """One array per field of the Layout; words are stored as their index in CHOICES; 0 zero_shards or
-    recompute_layers are all."""
+    """One array per field of the Layout; words are stored as their index in CHOICES; 0 etp,
+    zero_shards or recompute_layers are null."""
 
     dp: Array
     tp: Array
     pp: Array
     cp: Array
     ep: Array
+    etp: Array
     zero: Array
     zero_shards: Array
     keep_gathered: Array
@@ -132,8 +133,8 @@ class LayoutColumns:
 
     @property
     def expert_cut(self) -> Array:
-        """By what tp cuts one expert: by tp, or not at all when ep is spread over the tp ranks too."""
-        return np.where(self.data_ranks % self.ep == 0, self.tp, 1)
+        """By what tp cuts one expert: etp, else tp, or not at all when ep is spread over the tp ranks too."""
+        return np.where(self.etp > 0, self.etp, np.where(self.data_ranks % self.ep == 0, self.tp, 1))
 
     @property
     def expert_ranks(self) -> Array:
@@ -173,7 +174,7 @@ def decode(name: str, value: int) -> Any:
         return CHOICES[name][value]
     if name in ("keep_gathered", "sequence_parallel"):
         return bool(value)
-    return (value or None) if name in ("zero_shards", "recompute_layers") else value
+    return (value or None) if name in ("etp", "zero_shards", "recompute_layers") else value
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ def has_effect(field: str, c: LayoutColumns) -> Array:
         return np.asarray(c.cp > 1)
     if field == "data_parallel":
         return np.asarray(((c.zero == 0) | (c.shards == 1)) & (c.data_ranks > 1))
+    if field == "etp":
+        return np.asarray(c.tp > 1)
     if field == "dispatcher":
         return np.asarray(c.ep > 1)
     if field == "zero_shards":
@@ -178,6 +180,19 @@ def _torchtitan_splits_layers(job: Job, c: LayoutColumns) -> Array:
     return np.asarray((c.pp == 1) | (((c.virtual_stages == usual) | cut) & ((usual == 1) | (c.virtual_stages > 1))))
 
 
+def _torchtitan_cuts_experts(job: Job, c: LayoutColumns) -> Array:
+    """From 0.3 on they are whole with ep, else cut by tp."""
+    by_ep = job.model.moe is not None and job.framework.sliced_routing == "with-ep"
+    return np.asarray((not by_ep) | (c.expert_cut == np.where(c.ep > 1, 1, c.tp)))
+
+
+def _torchtitan_experts_sentence(job: Job, x: Layout) -> str:
+    given = "null" if x.etp is None else str(x.etp)
+    if x.ep > 1:
+        return f"layout.etp is {given} but torchtitan does not cut experts by tp = {x.tp} with ep = {x.ep}: try etp=1"
+    return f"layout.etp is {given} but torchtitan cuts experts by tp = {x.tp} where ep is 1: try null"
+
+
 _COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
     OWN_ENGINE: (
         Rule(("tp",), lambda job, c: np.asarray(job.model.vocab % c.tp == 0), _vocabulary_sentence),
@@ -227,6 +242,7 @@ _COMBINATION_RULES: dict[str, tuple[Rule, ...]] = {
             lambda job, c: np.asarray((c.ep == 1) | (c.shards * c.tp % c.ep == 0)),
             lambda job, x: f"layout.ep is {x.ep} but must divide the {x.shards} ranks of FSDP times tp = {x.tp}: try 1",
         ),
+        Rule(("etp", "ep", "tp", "dp", "cp"), _torchtitan_cuts_experts, _torchtitan_experts_sentence),
         Rule(
             ("schedule", "virtual_stages", "pp"),
             _torchtitan_splits_layers,

@@ -97,17 +97,24 @@ def _ulysses_has_heads(job: Job, c: LayoutColumns) -> Array:
 
 def _ep_cuts_experts(job: Job, c: LayoutColumns) -> Array:
     experts = job.model.moe.experts if job.model.moe is not None else 1
-    return np.asarray((experts % c.ep == 0) & ((c.data_ranks % c.ep == 0) | (c.data_ranks * c.tp % c.ep == 0)))
+    return np.asarray((experts % c.ep == 0) & (c.expert_ranks % c.ep == 0))
+
+
+def _etp_sentence(job: Job, layout: Layout) -> str:
+    if job.model.moe is None:
+        return f"layout.etp is {layout.etp} but {job.model.name} has no experts: try null"
+    return f"layout.etp is {layout.etp} but tp cuts each expert in tp = {layout.tp} parts or not at all: try {layout.tp} or 1"
 
 
 def _ep_sentence(job: Job, layout: Layout) -> str:
     if job.model.moe is None:
         return f"layout.ep is {layout.ep} but {job.model.name} has no experts: try 1"
     experts = job.model.moe.experts
-    ranks = layout.data_ranks * layout.tp
+    ranks = layout.data_ranks * layout.tp // (layout.etp or 1)
     allowed = [d for d in divisors(experts) if ranks % d == 0]
+    product = f"dp·cp·tp{'' if layout.etp is None else '/etp'}"
     return (
-        f"layout.ep is {layout.ep} but must divide both the {experts} experts and dp·cp·tp = {ranks}: "
+        f"layout.ep is {layout.ep} but must divide both the {experts} experts and {product} = {ranks}: "
         f"try {near(layout.ep, allowed)}"
     )
 
@@ -187,7 +194,7 @@ RULES: tuple[Rule, ...] = (
             f"try sequence_parallel=false or tp={near(x.tp, divisors(max(1, job.seq // x.cp)))}"
         ),
     ),
-    Rule(("ep", "dp", "cp", "tp"), _ep_cuts_experts, _ep_sentence),
+    Rule(("ep", "dp", "cp", "tp", "etp"), _ep_cuts_experts, _ep_sentence),
     Rule(
         ("pp", "virtual_stages"),
         lambda job, c: np.asarray(c.pp * c.virtual_stages <= _pipeline_layers(job)),
@@ -229,6 +236,11 @@ RULES: tuple[Rule, ...] = (
         ("gas",),
         lambda job, c: np.asarray((job.framework.accumulation != "stepped") | (c.gas == 1)),
         lambda job, x: f"layout.gas is {x.gas} but an optimizer in backward steps after one micro-batch: try gas=1",
+    ),
+    Rule(
+        ("etp", "tp"),
+        lambda job, c: np.asarray((c.etp == 0) | ((job.model.moe is not None) & ((c.etp == 1) | (c.etp == c.tp)))),
+        _etp_sentence,
     ),
 )
 

@@ -142,6 +142,13 @@ def _data_ranks(s: SettingsReader) -> int:
     return s.data_parallel(s["layout.tp"] * s["layout.pp"] * s["layout.cp"])
 
 
+def _expert_cut(s: SettingsReader) -> int | None:
+    """None where it is the usual one."""
+    tp, etp = s["layout.tp"], s.whole("--expert-tensor-parallel-size", s["layout.tp"])
+    usual = tp if s["layout.dp"] * s["layout.cp"] % s["layout.ep"] == 0 else 1
+    return None if etp == usual or not s.whole("--num-experts", 0, least=0) else etp
+
+
 def _overlaps(p: PlanFields) -> bool:
     """Unless the plan is for a Megatron-LM without it."""
     return p.job.framework.engine != "megatron" or p.job.framework.overlap > 0
@@ -181,11 +188,7 @@ _CUT = (
     row.flag("--sequence-parallel", "layout.sequence_parallel", when=row.above_one("layout.tp")),
     row.word("--cp-comm-type", "layout.context_parallel", _CONTEXT, "p2p", when=row.above_one("layout.cp")),
     row.whole("--expert-model-parallel-size", "layout.ep", 1, written=has_experts),
-    Setting(
-        "--expert-tensor-parallel-size",
-        write=lambda p: p.layout.tp if p.layout.data_ranks % p.layout.ep == 0 else 1,
-        written=has_experts,
-    ),
+    Setting("--expert-tensor-parallel-size", "layout.etp", lambda p: p.layout.expert_cut, _expert_cut, written=has_experts),
     Setting("--pipeline-model-parallel-layout", write=_uneven),
     Setting(
         "--num-virtual-stages-per-pipeline-rank",

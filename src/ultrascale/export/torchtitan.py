@@ -177,8 +177,14 @@ def _context(style: str, s: SettingsReader) -> str:
 
 
 def _expert_tensor_parallel(p: PlanFields) -> int:
-    whole = p.layout.ep > 1 and p.layout.data_ranks % p.layout.ep == 0
-    return p.layout.tp if whole else 1
+    return p.layout.expert_cut if p.layout.ep > 1 else 1
+
+
+def _read_expert_tensor_parallel(s: SettingsReader) -> int | None:
+    """None where it is the usual one; 0.3 has no such setting, and does not cut experts with ep."""
+    tp, ep = s["layout.tp"], s["layout.ep"]
+    cut = s.whole(f"{_CUT}expert_tensor_parallel_degree", 1)
+    return 1 if cut == 1 and tp > 1 and ep > 1 and s["layout.dp"] * s["layout.cp"] % ep == 0 else None
 
 
 def _recompute(s: SettingsReader) -> str:
@@ -240,7 +246,13 @@ def _table(style: str) -> tuple[Setting, ...]:
             row.above_one("layout.cp"),
         ),
         row.whole(f"{_CUT}expert_parallel_degree", "layout.ep", 1, written=experts),
-        Setting(f"{_CUT}expert_tensor_parallel_degree", write=_expert_tensor_parallel, written=lambda p: toml and experts(p)),
+        Setting(
+            f"{_CUT}expert_tensor_parallel_degree",
+            "layout.etp",
+            _expert_tensor_parallel,
+            _read_expert_tensor_parallel,
+            written=lambda p: toml and experts(p),
+        ),
         row.word(
             f"{_CUT}expert_parallel_comm_backend",
             "layout.dispatcher",
@@ -313,7 +325,7 @@ CURRENT = EngineFormat(
     framework="torchtitan",
     config=text.MODULE,
     table=_table("current"),
-    lost=_LOST,
+    lost={**_LOST, "layout.etp": "torchtitan does not cut experts with ep from 0.3 on"},
     files=text.python_files,
     parse=text.parse_python,
     start=f"PYTHONPATH={{folder}} {{torchrun}} -m torchtitan.train --module {text.MODULE[:-3]} --config {text.FUNCTION}",

@@ -32,7 +32,7 @@ from ultrascale.train.request import Overrides, Request, from_plan
 if TYPE_CHECKING:
     from ultrascale.measure.bench_layouts_study import Study
 
-VARIED = tuple(name for name in Layout.model_fields if name not in ("zero_shards", "recompute_layers", "offload"))
+VARIED = tuple(name for name in Layout.model_fields if name not in ("etp", "zero_shards", "recompute_layers", "offload"))
 MOST_ON_CPU = 16  # processes that a plan may start here without --nproc
 MOST_VALUES = 8
 SEARCHED = 4  # layouts of the search for each that is measured: the engine does not run every layout

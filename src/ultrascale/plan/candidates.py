@@ -42,6 +42,7 @@ DISABLED_VALUES: dict[str, Any] = {
     "sequence_parallel": False,
     "recompute": "none",
     "recompute_layers": None,
+    "etp": None,
     "offload": "none",
     "schedule": DEFAULT_SCHEDULE,
 }
@@ -165,8 +166,9 @@ def cores(job: Job, constraints: LayoutConstraints) -> Iterator[LayoutCores]:
         axes = _axes(job, constraints, bases[0])
         for base in bases:
             dispatchers = tuple((word,) for word in constraints.among("dispatcher", _dispatchers(job, base["ep"])))
-            if dispatchers and all(axes):
-                by_pp.setdefault(base["pp"], []).append((base, _combinations((*axes, dispatchers))))
+            cuts = tuple((cut,) for cut in constraints.among("etp", [_expert_cut(job, base)]))
+            if dispatchers and cuts and all(axes):
+                by_pp.setdefault(base["pp"], []).append((base, _combinations((*axes, dispatchers, cuts))))
     for pp in sorted(by_pp):
         variants, count = _schedules(job, constraints, pp), [len(part["mbs"]) for _, part in by_pp[pp]]
         degrees = {name: np.repeat([base[name] for base, _ in by_pp[pp]], count) for name in DEGREES}
@@ -250,6 +252,7 @@ _AXES = (
     ("data_parallel",),
     ("offload",),
     ("dispatcher",),
+    ("etp",),
 )
 
 
@@ -302,6 +305,12 @@ def _sequence(job: Job, base: dict[str, int]) -> list[bool]:
 def _dispatchers(job: Job, ep: int) -> list[str]:
     """NCCL's, and the kernels made for the cluster's links: DeepEP knows nodes of 8 GPUs, HybridEP larger NVLink domains."""
     return ["alltoall"] if ep == 1 else ["alltoall", "deepep" if job.cluster.fast_domain <= 8 else "hybridep"]
+
+
+def _expert_cut(job: Job, base: dict[str, int]) -> int | None:
+    """The usual one, or that of an engine which does not cut experts with ep."""
+    cuts = base["ep"] > 1 and base["tp"] > 1 and base["dp"] * base["cp"] % base["ep"] == 0
+    return 1 if cuts and job.framework.sliced_routing == "with-ep" else None
 
 
 _PIPELINE = {"schedule", "virtual_stages", "pp"}

@@ -32,6 +32,15 @@ class Layout(FrozenSpec):
     pp: int = Field(1, ge=1, le=2**20, strict=True, description="pipeline parallelism: layers in this many stages")
     cp: int = Field(1, ge=1, le=2**20, strict=True, description="context parallelism: the sequence in this many parts")
     ep: int = Field(1, ge=1, le=2**20, strict=True, description="expert parallelism: experts over this many data ranks")
+    etp: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        strict=True,
+        examples=[1],
+        description="expert tensor parallelism: each expert cut in this many parts, 1 or tp; null: tp, or 1 where ep is spread "
+        "over the tp ranks too",
+    )
     zero: int = Field(0, ge=0, le=3, strict=True, description="1: optimizer states sharded, 2: + gradients, 3: + parameters")
     zero_shards: int | None = Field(
         None,
@@ -82,6 +91,11 @@ class Layout(FrozenSpec):
     def shards(self) -> int:
         return min(self.zero_shards or self.data_ranks, self.data_ranks)
 
+    @property
+    def expert_cut(self) -> int:
+        """Parts of an expert on as many tp ranks."""
+        return self.etp or (self.tp if self.data_ranks % self.ep == 0 else 1)
+
     def batch_tokens(self, seq: int) -> int:
         """Playbook: global batch = mbs × dp × gas × sequence."""
         return self.mbs * self.dp * self.gas * seq
@@ -93,6 +107,8 @@ class Layout(FrozenSpec):
         """The short form used in tables and sentences: only what differs from the defaults that matter."""
         words = [f"{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
         words = words or ["dp1"]
+        if self.etp is not None:
+            words.append(f"etp{self.etp}")
         words.append(f"zero{self.zero}" + (f"/{self.zero_shards}" if self.zero_shards else ""))
         if self.pp > 1:
             words.append(self.schedule + (f"·v{self.virtual_stages}" if self.virtual_stages > 1 else ""))

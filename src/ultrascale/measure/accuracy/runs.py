@@ -40,7 +40,7 @@ GIGABYTE = 10**9
 MAX_CSV_BYTES = 16 * 2**20  # some ten thousand runs
 COLUMNS = (
     "id", "source", "system", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len",
-    "gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "ep", "zero_stage", "micro_batch", "grad_accum",
+    "gpu", "gpus", "gpus_per_node", "tp", "pp", "vpp", "dp", "cp", "ep", "etp", "zero_stage", "micro_batch", "grad_accum",
     "global_batch_seqs", "recompute", "precision", "attention_impl", "compile", "tokens_per_s_per_gpu", "tflops_per_gpu",
     "mfu", "hfu", "iter_time_s", "peak_mem_gib", "notes", "status", "mem_kind", "flops_def", "trust", "sequence_parallel",
     "zero_shards", "node_network_gbps", "network_gb_s", "allreduce_gb_s", "network_latency_us", "dispatcher",
@@ -194,6 +194,7 @@ def _model(values: Mapping[str, str], assumptions: list[str], state: NetworkStat
         **batch,
         "zero": _zero(values, degrees, framework, assumptions),
         "zero_shards": whole(values, "zero_shards") or whole(values, "zero_group"),
+        "etp": whole(values, "etp") if degrees["tp"] > 1 else None,
         "recompute": recompute or "none",
         "dispatcher": dispatcher_of(values, assumptions),
         "offload": offload_of(values, assumptions),
