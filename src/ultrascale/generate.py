@@ -50,6 +50,7 @@ class KVCacheAttention(nn.Module):
     def __init__(self, core: CausalAttention) -> None:
         super().__init__()
         self.sliding_window, self.scale, self.softcap = core.sliding_window, core.scale, core.softcap
+        self.chunked = core.chunked
         self.reset()
 
     def reset(self) -> None:
@@ -63,7 +64,10 @@ class KVCacheAttention(nn.Module):
         self.keys, self.values = k, v
         new, length = q.shape[1], k.shape[1]
         visible = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
-        if self.sliding_window is not None:
+        if self.sliding_window is not None and self.chunked:
+            chunks = torch.arange(length, device=q.device) // self.sliding_window
+            visible &= chunks[-new:].unsqueeze(1) == chunks
+        elif self.sliding_window is not None:
             visible = visible.triu(length - new + 1 - self.sliding_window)
         if self.softcap is not None:
             return softcapped_attention(q, k, v, self.scale or q.shape[-1] ** -0.5, self.softcap, visible)

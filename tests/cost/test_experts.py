@@ -20,6 +20,7 @@ from ultrascale.specs.model import Model
 
 SEQ = 4096
 MEGATRON = Framework.load("megatron-core")
+QWEN_LAYER = LayerKind(mlp="moe", norms_heads=True)
 
 
 def megatron_job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
@@ -27,7 +28,7 @@ def megatron_job(name: str = "qwen3-30b-a3b", **fields: object) -> Job:
 
 
 def layer(of: Job, **layout: object) -> operators.LayerTime:
-    return operators.layer(of, LayoutColumns.of([Layout(**layout)]), ClusterRates(of), LayerKind(mlp="moe"))
+    return operators.layer(of, LayoutColumns.of([Layout(**layout)]), ClusterRates(of), QWEN_LAYER)
 
 
 def test_a_layer_keeps_what_transformer_engine_saves() -> None:
@@ -36,10 +37,10 @@ def test_a_layer_keeps_what_transformer_engine_saves() -> None:
     input 2·2048, gate and up 2·2·768 and the activation 2·768; no output, since routing weighs the activation.
     """
     per_token = 16384 + 2 * (8192 + 1024) + 1024 + 8192 + 128 + 17 * 128 + 8 * (4096 + 3072 + 1536)
-    kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
+    kept = activations.layer(megatron_job(), LayoutColumns.of([Layout()]), QWEN_LAYER)
     assert kept.total[0] == SEQ * per_token
     without = {"transformer_engine": False, "sliced_routing": "never"}
-    plain = activations.layer(megatron_job(**without), LayoutColumns.of([Layout()]), LayerKind(mlp="moe"))
+    plain = activations.layer(megatron_job(**without), LayoutColumns.of([Layout()]), QWEN_LAYER)
     assert plain.total[0] == SEQ * (per_token - (8192 + 1024) - 13 * 128 + 8 * 4096)
 
 
@@ -48,7 +49,7 @@ def test_experts_that_tp_cuts_keep_the_rows_of_all_its_ranks(ep: int, rows: floa
     """Two tp and two data ranks: over four of them experts are whole, and have the rows of slices."""
     job = megatron_job()
     columns = LayoutColumns.of([Layout(dp=2, tp=2, ep=ep)])
-    kept = activations.layer(job, columns, LayerKind(mlp="moe")).modules["expert input"][0]
+    kept = activations.layer(job, columns, QWEN_LAYER).modules["expert input"][0]
     assert kept == pytest.approx(2 * 2048 * rows * columns.busiest(job.cluster.efficiency.expert_imbalance)[0])
 
 
@@ -59,7 +60,7 @@ def test_micro_batch_overlap_keeps_a_second_layer_live() -> None:
         for of in (megatron_job(), megatron_job(expert_overlap="microbatches"))
     )
     assert beside.layer.buffers[0] - alone.layer.buffers[0] == pytest.approx(
-        activations.layer(megatron_job(), row, LayerKind(mlp="moe")).whole[0]
+        activations.layer(megatron_job(), row, QWEN_LAYER).whole[0]
     )
 
 
@@ -78,7 +79,7 @@ def test_tokens_sorted_by_rank_are_permuted_again_in_both_passes(dispatcher: str
     of = megatron_job()
     columns = LayoutColumns.of([Layout(dp=max(ep, 16), ep=ep).changed(dispatcher=dispatcher)])
     routed = 8 * columns.busiest(of.cluster.efficiency.expert_imbalance)[0]
-    moved = operators.permuted_bytes(of, columns, LayerKind(mlp="moe"))[0]
+    moved = operators.permuted_bytes(of, columns, QWEN_LAYER)[0]
     assert moved == pytest.approx(passes * 2 * routed * 2 * SEQ * 2048)  # read and written, two bytes each
     assert operators.permuted_bytes(of, columns, LayerKind())[0] == 0
 
@@ -89,23 +90,23 @@ def test_selective_recomputation_repeats_no_dispatch() -> None:
     row = LayoutColumns.of([layout])
     moe = component_times(Workload(of, row, machine)).layers[-1]
     assert moe is not None
-    again = machine.stream_s(operators.memory_bound_bytes(of, row, LayerKind(mlp="moe"))) * of.framework.elementwise
+    again = machine.stream_s(operators.memory_bound_bytes(of, row, QWEN_LAYER)) * of.framework.elementwise
     again = again + host.layer_starts_s(of, row).forward
     assert moe.recompute.input_grad == pytest.approx(again)
-    assert again[0] < operators.layer(of, row, machine, LayerKind(mlp="moe")).memory_bound.forward[0]
+    assert again[0] < operators.layer(of, row, machine, QWEN_LAYER).memory_bound.forward[0]
 
 
 def test_latent_recomputation_frees_qkv_and_repeats_two_matmuls() -> None:
     row = LayoutColumns.of([Layout(dp=8, ep=8, recompute="selective")])
     cheap, latents = megatron_job("deepseek-v3", selective="cheap"), megatron_job("deepseek-v3")
-    one, other = (activations.layer(of, row, LayerKind(mlp="moe")) for of in (cheap, latents))
+    one, other = (activations.layer(of, row, QWEN_LAYER) for of in (cheap, latents))
     smaller = {name for name in one.kept if one.kept[name][0] < other.kept[name][0]}
     assert smaller == {"qkv input", "mlp input", "expert activation"}
     assert other.kept["q, k, v"][0] == 0
     machine = ClusterRates(latents)
     piece = component_times(Workload(latents, row, machine)).layers[-1]
     assert piece is not None
-    up = [one for one in operators.layer(latents, row, machine, LayerKind(mlp="moe")).matmuls if one.name in ("q up", "kv up")]
+    up = [one for one in operators.layer(latents, row, machine, QWEN_LAYER).matmuls if one.name in ("q up", "kv up")]
     assert len(up) == 2
     assert piece.recompute.input_grad == pytest.approx(operators.matmul_passes(machine, up).forward)
 

@@ -94,7 +94,7 @@ def test_mla_counts_latents_and_expansion() -> None:
     model = Model.load("deepseek-v3")
     by_hand = 2 * (7168 * 1536 + 1536 * 24576 + 7168 * 576 + 512 * 32768 + 16384 * 7168)
     assert 2 * weights.elements(weight for weight in weights.attention(model) if weight.matmul) == by_hand
-    assert flops.score_flops(model, 4096, causal=False) == 2 * 4096 * 128 * 320
+    assert flops.score_flops(model, 4096, causal=False, local=False) == 2 * 4096 * 128 * 320
 
 
 def test_deepseek_v3_is_a_37b_model_to_compute() -> None:
@@ -108,19 +108,29 @@ def test_a_window_bounds_the_scores() -> None:
     """Window 4096 of 32768: full 4096 per token; causal 4096·(1 − 4096/65536) = 3840, the ramp of the first window less."""
     model = Model.load("mistral-7b").model_copy(update={"sliding_window": 4096})
     width = 2 * model.heads * (model.qk_head_dim + model.v_head_dim)
-    assert flops.score_flops(model, 32768, causal=False) == 4096 * width
-    assert flops.score_flops(model, 32768, causal=True) == 3840 * width
-    assert flops.score_flops(model, 2048, causal=True) == 1024 * width
+    assert flops.score_flops(model, 32768, causal=False, local=True) == 4096 * width
+    assert flops.score_flops(model, 32768, causal=True, local=True) == 3840 * width
+    assert flops.score_flops(model, 2048, causal=True, local=True) == 1024 * width
+
+
+def test_chunks_are_sequences_of_their_own() -> None:
+    """Chunks of 4096: 2048 tokens in the mean; of 10240 tokens two chunks and a half: (2 · 4096² + 2048²) / (2 · 10240)."""
+    model = Model.load("mistral-7b").model_copy(update={"sliding_window": 4096, "chunked_window": True})
+    width = 2 * model.heads * (model.qk_head_dim + model.v_head_dim)
+    assert flops.score_flops(model, 32768, causal=False, local=True) == 4096 * width
+    assert flops.score_flops(model, 32768, causal=True, local=True) == 2048 * width
+    assert flops.score_flops(model, 10240, causal=True, local=True) == 1843.2 * width
+    assert flops.score_flops(model, 10240, causal=True, local=False) == 5120 * width
 
 
 def test_only_layers_with_the_window_are_bounded_by_it() -> None:
-    """Two local layers and a full one, of 3 layers and of 4: 2 · 3840 + 16384 over 3, and one full layer more over 4."""
+    """Two local layers and a full one, of 3 layers and of 4: 2 · 3840 + 16384, and one local layer more."""
     pattern = {"sliding_window": 4096, "attention_pattern": ("local", "local", "full")}
-    for layers, attended in ((3, (2 * 3840 + 16384) / 3), (4, (3 * 3840 + 16384) / 4)):
+    for layers, attended in ((3, 2 * 3840 + 16384), (4, 3 * 3840 + 16384)):
         model = Model.load("mistral-7b").model_copy(update={**pattern, "layers": layers})
         width = 2 * model.heads * (model.qk_head_dim + model.v_head_dim)
-        assert flops.score_flops(model, 32768, causal=True) == pytest.approx(attended * width)
-        assert flops.score_flops(model, 4096, causal=True) == pytest.approx(2048 * width)
+        assert flops.mixers_flops(model, 32768, causal=True) == pytest.approx(attended * width)
+        assert flops.mixers_flops(model, 4096, causal=True) == pytest.approx(layers * 2048 * width)
 
 
 def test_hfu_over_mfu() -> None:

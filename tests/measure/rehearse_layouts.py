@@ -10,7 +10,7 @@ from ultrascale.cost.hardware import ClusterRates
 from ultrascale.cost.traffic import of_stage
 from ultrascale.measure.rehearse import Rehearsal, RehearsedTerm, compared, engine_of, prediction, without_imbalance
 from ultrascale.measure.rehearse_rank import rehearse_rank
-from ultrascale.specs.blocks import MLA, LinearAttention, Mamba2, MoE
+from ultrascale.specs.blocks import MLA, AttentionTemperature, LinearAttention, Mamba2, MoE
 from ultrascale.specs.cluster import Cluster
 from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
@@ -110,6 +110,28 @@ MODELS = {
         sliding_window=128,
         attention_pattern=("local", "full"),
         moe=MoE(experts=8, top_k=2, expert_ffn=512, logits_bias=True),
+        **SHAPE,
+    ),
+    "llama4": Model(
+        name="llama4",
+        kv_heads=2,
+        ffn=1024,
+        qk_l2_norm=True,
+        sliding_window=256,
+        chunked_window=True,
+        attention_pattern=("local", "local", "local", "full"),
+        rope_pattern=(True, True, True, False),
+        attention_temperature=AttentionTemperature(scale=0.1, tokens=256),
+        moe=MoE(
+            experts=8,
+            top_k=1,
+            expert_ffn=512,
+            interval=2,
+            shared_experts=1,
+            router="sigmoid",
+            renormalize=False,
+            scale_inputs=True,
+        ),
         **SHAPE,
     ),
     "qwen3-next": Model(
@@ -213,6 +235,8 @@ FAST: list[tuple[str, dict[str, Any]]] = [
     ("parallel", {"tp": 2, "sequence_parallel": False}),
     ("gpt-oss", {"dp": 4, "ep": 2, "tp": 2, "zero": 3, "gas": 2}),
     ("gpt-oss", {"pp": 2, "tp": 2, "gas": 4, "schedule": "zero-bubble"}),
+    ("llama4", {"dp": 4, "ep": 2, "tp": 2, "zero": 3, "gas": 2}),
+    ("llama4", {"pp": 2, "gas": 4}),
     ("qwen3-next", {"dp": 4, "ep": 2, "tp": 2, "zero": 3, "gas": 2}),
     ("qwen3-next", {"recompute": "selective", "gas": 2}),
     ("linear", {"tp": 2}),
@@ -255,13 +279,15 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
             "predicting",
             "predicting-moe",
             "gpt-oss",
+            "llama4",
             "post-norm",
             "both-norms",
             "parallel",
             "neox",
         )
         for fields in _EVERY
-        if (model, fields) not in FAST and not (model == "gpt-oss" and fields == {"cp": 2})  # windows are not cut in tiles
+        # Windows are not cut in tiles.
+        if (model, fields) not in FAST and not (model in ("gpt-oss", "llama4") and fields == {"cp": 2})
     ),
     *(
         (model, fields)
@@ -282,6 +308,10 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("nemotron-h", {"pp": 2, "gas": 4, "schedule": "zb-v", **TWO}),
     ("nemotron-h", {"pp": 2, "dp": 2, "gas": 6, "zero": 3, "schedule": "dualpipe-v", **TWO}),
     ("gpt-oss", {"dp": 2, "zero": 1, "gas": 2}),
+    ("llama4", {"dp": 2, "ep": 2, "zero": 3, "gas": 2}),
+    ("llama4", {"dp": 2, "zero": 1, "gas": 2}),
+    ("llama4", {"dp": 2, "ep": 2, "zero": 2, "gas": 2, "optimizer": "muon"}),
+    ("llama4", {"dp": 2, "zero": 2, "precision": "fp32"}),
     ("gpt-oss", {"dp": 2, "ep": 2, "zero": 3, "gas": 2}),
     ("gpt-oss", {"dp": 3, "zero": 3, "gas": 2}),
     ("gpt-oss", {"dp": 16, "zero": 3, "gas": 2}),

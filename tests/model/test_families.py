@@ -52,6 +52,15 @@ LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 10,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+LLAMA4: dict[str, Any] = {
+    **SHAPE,
+    "head_dim": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+    "attention_chunk_size": 6,
+    "floor_scale": 3,
+    "attn_scale": 0.5,
+}
 GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
 GEMMA: dict[str, Any] = {**SHAPE, "head_dim": 16}
 HYBRID: dict[str, Any] = {
@@ -238,6 +247,37 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 2,
             "topk_group": 1,
         },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "llama4, all experts": (
+        "llama4_text",
+        {**LLAMA4, "num_experts_per_tok": 2, "attention_chunk_size": 7, "use_qk_norm": False},
+    ),
+    "llama4, all rotated": (
+        "llama4_text",
+        {**LLAMA4, "no_rope_layers": [1, 1, 1, 1], "layer_types": ["full_attention"] * 4, "attention_bias": True},
+    ),
+    "llama4, all in chunks": (
+        "llama4_text",
+        {**LLAMA4, "no_rope_layers": [0, 1, 0, 1], "layer_types": ["chunked_attention"] * 4},
+    ),
+    "qwen3_moe, every second layer": (
+        "qwen3_moe",
+        {**SHAPE, **QWEN_EXPERTS, "head_dim": 16, "decoder_sparse_step": 2},
     ),
     "minimax_m2": (
         "minimax_m2",

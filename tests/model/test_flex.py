@@ -52,6 +52,23 @@ def test_a_mask_rule_equals_the_dense_mask(window: int | None, packed: bool) -> 
         assert bool(mask[q, k]) is wanted, (q, k)
 
 
+@pytest.mark.parametrize(("length", "packed"), [(150, False), (160, False), (150, True)])
+def test_chunks_see_only_themselves(length: int, packed: bool) -> None:
+    """By the block mask's rule, by the dense mask, and where they divide the sequence side by side."""
+    found = documents() if packed else None
+    at = torch.arange(length)
+    wanted = (at <= at.unsqueeze(1)) & (at // 40 == at.unsqueeze(1) // 40)
+    if found is not None:
+        wanted = wanted & (found[0] == found[0].unsqueeze(1))
+    rule = flex.rule(40, found, chunked=True)(torch.tensor(0), torch.tensor(0), at.unsqueeze(1), at)
+    assert torch.equal(rule, wanted)
+    q, k, v = (numbers(1, length, heads, 16, seed=heads) for heads in (4, 2, 2))
+    dense = torch.zeros(length, length).masked_fill_(~wanted, -torch.inf)
+    core = CausalAttention(40, chunked=True)
+    bias = None if found is None else next(iter(Transformer._dense_mask(q, length, 40, found[:1], chunked=True)))
+    torch.testing.assert_close(core(q, k, v, bias), CausalAttention()(q, k, v, dense), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("window", "packed"), MASKS)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.usefixtures("uncompiled")

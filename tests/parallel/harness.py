@@ -81,7 +81,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     **{
         f"{name}-family": verify_programs.FAMILIES[name]
-        for name in ("gemma", "gpt-oss", "qwen3-next", "nemotron-h", "olmo", "cohere", "deepseek")
+        for name in ("gemma", "gpt-oss", "llama4", "qwen3-next", "nemotron-h", "olmo", "cohere", "deepseek")
     },
     "mamba": {"mamba": {"heads": 4, "head_dim": 8, "groups": 4, "state_dim": 4}, "attention_pattern": ("mamba", "full")},
     "hybrid-experts": {

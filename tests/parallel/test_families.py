@@ -33,6 +33,7 @@ MODELS = (
     "deepseek-family",
     "gemma-family",
     "gpt-oss-family",
+    "llama4-family",
     "qwen3-next-family",
     "nemotron-h-family",
     "mamba",
@@ -46,9 +47,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ep": {"dp": 2, "ep": 2},
     "ep × tp × zero 3": {"dp": 2, "ep": 2, "tp": 2, "zero": 3},
 }
-WITH_EXPERTS = ("deepseek-family", "gpt-oss-family", "hybrid-experts")
+WITH_EXPERTS = ("deepseek-family", "gpt-oss-family", "llama4-family", "hybrid-experts")
 QUICK = (
     "gpt-oss-family, ep × tp × zero 3",
+    "llama4-family, ep × tp × zero 3",
+    "llama4-family, tp × cp",
     "sinks, cp zigzag",
     "qwen3-next-family, tp without sp",
     "qwen3-next-family, full, tp × zero 3",
@@ -72,7 +75,7 @@ def cases() -> list[Any]:
     for model in MODELS:
         for name, fields in {**LAYOUTS, **(EXPERTS if model in WITH_EXPERTS else {})}.items():
             tiled = fields.get("context_parallel", "ulysses") != "ulysses"
-            if model in ("gemma-family", "gpt-oss-family") and tiled:
+            if model in ("gemma-family", "gpt-oss-family", "llama4-family") and tiled:
                 continue  # windows and capped scores are not cut in tiles
             if model == "sinks" and not tiled:
                 continue  # as gpt-oss

@@ -216,7 +216,7 @@ def test_sliding_windows() -> None:
     assert Model.from_hf({**qwen, "max_window_layers": 0}).sliding_window == 4096
     half = Model.from_hf({**qwen, "max_window_layers": 14})
     assert [half.window(layer) for layer in (0, 13, 14, 27)] == [None, None, 4096, 4096]
-    assert half.local_layers == 14
+    assert sum(kind.local for kind in half.each_kind) == 14
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_sliding_windows() -> None:
         ("llama-2-7b", {"rope_scaling": LLAMA3}, "model.rope_scaling.original_max_positions is missing"),
         ("llama-2-7b", {"mlp_bias": "no"}, "config.mlp_bias is 'no' but must be true or false"),
         ("llama-2-7b", {"num_key_value_heads": 5}, "model.kv_heads is 5 but must divide heads = 32: try 4 or 8"),
-        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "config.decoder_sparse_step is 2 but only 1"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 0}, "config.decoder_sparse_step is 0 but must be a whole number"),
         ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, "config.mlp_only_layers is [3] but dense layers must come first"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "config.moe_layer_freq is 2 but only 1"),
         ("deepseek-v3", {"scoring_func": "tanh"}, "config.scoring_func is 'tanh' but only 'sigmoid' can be planned"),

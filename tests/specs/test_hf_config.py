@@ -144,6 +144,7 @@ FAMILY = {
     "moonlight": "deepseek_v3",
     "kimi": "deepseek_v3",
     "gpt-oss": "gpt_oss",
+    "llama-4-": "llama4_text",
     "gpt-neox": "gpt_neox",
     "pythia": "gpt_neox",
     "cerebras-gpt": "gpt2",

@@ -70,6 +70,8 @@ PUBLISHED = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
     "smollm3-3b": 3_075_098_624,
+    "llama-4-scout-17b-16e": 107_769_861_120,
+    "llama-4-maverick-17b-128e": 400_711_848_960,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "command-r-35b": 34_980_831_232,
@@ -474,8 +476,8 @@ def test_a_folder_without_config_is_a_clear_error(tmp_path: Path) -> None:
         ({"rope_theta": "1e4"}, "model.rope_theta is '1e4' but must be a number greater than 0"),
         ({"rope_scaling": {"factor": 8.0}}, "model.rope_scaling.original_max_positions is missing: give it, e.g. 8192"),
         (
-            {"rope_scaling": {"factor": 8.0, "original_max_positions": 8192, "low_freq_factor": 4.0}},
-            "model.rope_scaling.high_freq_factor is 4 but must be greater than low_freq_factor = 4: try 16",
+            {"rope_scaling": {"factor": 8.0, "original_max_positions": 8192, "low_freq_factor": 5.0}},
+            "model.rope_scaling.high_freq_factor is 4 but must be at least low_freq_factor = 5: try 20",
         ),
         (
             {"rope_scaling": {"rope_type": "yarm", "factor": 8.0}},

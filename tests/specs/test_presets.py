@@ -34,7 +34,7 @@ def test_names_and_sources_are_of_one_form() -> None:
             assert re.match(r"huggingface\.co/[\w.-]+/[\w.-]+ config\.json", model.source), name
 
 
-@pytest.mark.quick_cases(*FIRST_OF_FAMILY, "qwen3-next-80b-a3b", "exaone-4.0-1.2b", "minimax-m2")
+@pytest.mark.quick_cases(*FIRST_OF_FAMILY, "qwen3-next-80b-a3b", "exaone-4.0-1.2b", "minimax-m2", "llama-4-maverick-17b-128e")
 @pytest.mark.parametrize("name", PRESETS)
 def test_transformers_builds_the_same_total(name: str) -> None:
     config = config_of(PRESETS[name], "bf16")
@@ -66,6 +66,30 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie-4.5-0.3b": ("ernie4_5", {}),
     "gpt2": ("gpt2", {}),
     "gpt-oss-120b": ("gpt_oss", {}),
+    "llama-4-scout-17b-16e": (
+        "llama4_text",
+        {
+            "max_position_embeddings": 10485760,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "llama-4-maverick-17b-128e": (
+        "llama4_text",
+        {
+            "max_position_embeddings": 1048576,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "num_local_experts": 128,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+        },
+    ),
     "smollm3-3b": (
         "smollm3",
         {"max_position_embeddings": 65536, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},

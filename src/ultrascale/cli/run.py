@@ -419,8 +419,8 @@ def convert(
 ) -> None:
     """Convert weights from and to Hugging Face folders of safetensors, one tensor in memory at a time.
 
-    Families: Llama, Mistral, Ministral, Mixtral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, Kimi-K2,
-    Gemma, Gemma2, Gemma3-text, Phi3, OLMo2, OLMo3, OLMoE, Granite, GraniteMoE, GLM, GLM4, GLM4-MoE, MiniMax-M2,
+    Families: Llama, Llama4-text, Mistral, Ministral, Mixtral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3,
+    Kimi-K2, Gemma, Gemma2, Gemma3-text, Phi3, OLMo2, OLMo3, OLMoE, Granite, GraniteMoE, GLM, GLM4, GLM4-MoE, MiniMax-M2,
     SmolLM3, Starcoder2, GPT-2, GPT-NeoX, StableLM, Cohere, Cohere2, Nemotron, Arcee, Seed-OSS, Ernie4-5, EXAONE4,
     GPT-OSS, Qwen3-Next, Qwen3-5-text, Qwen3-5-MoE-text and Nemotron-H.
 

@@ -22,27 +22,24 @@ def layer_matmul_flops(model: Model, kind: LayerKind) -> float:
     return 2.0 * multiplied_elements(model, kind)
 
 
-def windows(model: Model, seq: int) -> list[tuple[float, int]]:
-    """Shares of the layers with attention, and how many tokens it sees at most: all of the sequence, or the sliding window."""
-    window, local = model.sliding_window, model.local_layers / max(1, model.attention_layers)
-    if window is None or window >= seq or not local:
-        return [(1.0, seq)]
-    return [(1.0, window)] if local == 1 else [(1 - local, seq), (local, window)]
-
-
-def score_flops_within(model: Model, seq: int, window: int, causal: bool) -> float:
+def score_flops(model: Model, seq: int, causal: bool, local: bool) -> float:
     """Forward QKᵀ and PV of one layer per token: 2·s·a·(d_qk + d_v), half of it when the mask is counted.
 
-    A sliding window bounds what a token sees; with the causal mask a token sees (s+1)/2 others in the mean, written s/2 here
-    as every published convention does.
+    A sliding window bounds what a token of a `local` layer sees; with the causal mask a token sees (s+1)/2 others in the mean,
+    written s/2 here as every published convention does. Chunks of the sequence are sequences of their own.
     """
-    attended = window * (1 - window / (2 * seq)) if causal else window
+    window = reach(model, seq, local)
+    if model.chunked_window:
+        chunks, rest = divmod(seq, window)
+        attended = (chunks * window**2 + rest**2) / seq / (2 if causal else 1)
+    else:
+        attended = window * (1 - window / (2 * seq)) if causal else window
     return 2.0 * attended * model.heads * (model.qk_head_dim + model.v_head_dim)
 
 
-def score_flops(model: Model, seq: int, causal: bool) -> float:
-    """The same in the mean over the layers with attention, of which some may have a sliding window."""
-    return sum(share * score_flops_within(model, seq, window, causal) for share, window in windows(model, seq))
+def reach(model: Model, seq: int, local: bool) -> int:
+    """How many tokens one of a layer's tokens sees at most: all of the sequence, or the sliding window."""
+    return min(seq, model.sliding_window) if local and model.sliding_window is not None else seq
 
 
 MAMBA_SEGMENT = 1024  # tokens of a sequence that Mamba-2 computes together (model/mamba.py)
@@ -78,7 +75,7 @@ def mamba_flops(model: Model) -> float:
 def mixer_flops(model: Model, kind: LayerKind, seq: int, causal: bool) -> float:
     """Forward FLOPs per token of one layer's attention, or of what is in its place, projections left out."""
     if kind.mixer == "attention":
-        return score_flops(model, seq, causal)
+        return score_flops(model, seq, causal, kind.local)
     return {"linear": linear_attention_flops(model), "mamba": mamba_flops(model), "none": 0.0}[kind.mixer]
 
 
@@ -124,5 +121,6 @@ def hardware_flops(
     if recompute == "selective" and fused:
         return base + recomputed * model.layers * 2.0 * 2 * model.hidden * model.ffn
     if recompute == "selective" and attention == "plain":
-        return base + recomputed * model.attention_layers * score_flops(model, seq, causal)
+        scores = {kind: score_flops(model, seq, causal, kind.local) for kind in model.layer_kinds if kind.mixer == "attention"}
+        return base + recomputed * sum(each * model.layer_kinds[kind] for kind, each in scores.items())
     return base

@@ -234,18 +234,12 @@ def attention_imbalance(columns: LayoutColumns) -> Array:
 
 
 def mixer_passes(job: Job, columns: LayoutColumns, machine: ClusterRates, kind: LayerKind) -> Passes:
-    """Seconds of one layer's attention on one rank, or of what is in its place; there are no weights, so no weight gradient.
-
-    Attention is the mean over layers with and without a sliding window.
-    """
+    """Seconds of one layer's attention on one rank, or of what is in its place; there are no weights, so no weight gradient."""
     if kind.mixer == "linear":
         return linear_attention_passes(job, columns, machine)
     if kind.mixer == "mamba":
         return mamba_passes(job, columns, machine)
-    found = Passes()
-    for share, window in flops.windows(job.model, job.seq) if kind.mixer == "attention" else ():
-        found = found + _attention_within(job, columns, machine, window).scaled(share)
-    return found
+    return _attention_passes(job, columns, machine, kind.local) if kind.mixer == "attention" else Passes()
 
 
 def linear_attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Passes:
@@ -283,8 +277,8 @@ def mamba_passes(job: Job, columns: LayoutColumns, machine: ClusterRates) -> Pas
     return Passes(forward, 2 * forward)
 
 
-def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, window: int) -> Passes:
-    tokens, each = columns.tokens(job.seq), flops.score_flops_within(job.model, job.seq, window, causal=True)
+def _attention_passes(job: Job, columns: LayoutColumns, machine: ClusterRates, local: bool) -> Passes:
+    tokens, each = columns.tokens(job.seq), flops.score_flops(job.model, job.seq, causal=True, local=local)
     work = each * tokens / columns.tp * attention_imbalance(columns)
     if job.attention == "plain":
         return _plain_attention(job, columns, machine, work)
@@ -292,7 +286,7 @@ def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, w
         return _cpu_attention(job, machine, work, each)
     # Ring steps see a block of the sequence at a time; the others see whole rows.
     ring = columns.is_("context_parallel", "ring") | columns.is_("context_parallel", "zigzag")
-    row = np.minimum(np.where(ring, job.seq / columns.cp, job.seq), window)
+    row = np.minimum(np.where(ring, job.seq / columns.cp, job.seq), flops.reach(job.model, job.seq, local))
     rate = machine.attention
     blocks = tokens * job.model.heads / columns.tp / QUERY_BLOCK
     reach = (
@@ -304,7 +298,7 @@ def _attention_within(job: Job, columns: LayoutColumns, machine: ClusterRates, w
 
 def attention_flops(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array:
     """Of one layer's attention on one rank, forward and backward, with what its kernel computes again."""
-    work = flops.score_flops(job.model, job.seq, causal=True) * columns.tokens(job.seq) / columns.tp
+    work = flops.score_flops(job.model, job.seq, True, kind.local) * columns.tokens(job.seq) / columns.tp
     return np.asarray((kind.mixer == "attention") * (1 + BACKWARD_FLOPS) * work)
 
 

@@ -103,8 +103,8 @@ class FusedBlock(Block):
         settings = self.mlp_kernel, self.saves_gate_up, self.deferred
         return _FusedOutputAndMLP.apply(*arguments, *settings)  # type: ignore[no-untyped-call, no-any-return]
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
-        assert rope is not None  # kernel selection leaves blocks without rotary positions plain
+    def forward(self, x: Tensor, rope: Rope | Tensor | None, bias: Mask | None = None) -> Tensor:
+        assert isinstance(rope, tuple)  # kernel selection leaves blocks without rotary positions plain
         attention, (qkv, inputs) = cast(Attention, self.attention), self.joined_linears()
         first, second = cast(RMSNorm, self.attention_norm), cast(RMSNorm, self.mlp_norm)
         weights = (*qkv.parameters(), *inputs.parameters())  # without biases: one matrix each

@@ -160,8 +160,7 @@ def _notes(engine: Engine) -> list[str]:
         return lines
     if why := selection.why_not_fused(job, mesh.layout, training):
         lines.append(f"blocks are not fused: {why}")
-    window = job.model.sliding_window
-    masked = training.document_mask or (window is not None and window < job.seq)
+    masked = training.document_mask or job.model.masked_window(job.seq) is not None
     if masked and (why := flex.why_not(job.model.head_dim, compute_format(job, mesh))):
         lines.append(f"attention's mask is dense: {why}")
     moe = job.model.moe

@@ -378,13 +378,8 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
     tokens = float(row.tokens(job.seq)[0])
     stage = place.pp
     # A window is a mask of the CPU's kernel, which computes all pairs: twice what the causal ones are.
-    masked = (
-        model.local_layers / max(1, model.attention_layers)
-        if model.sliding_window is not None and model.sliding_window < job.seq
-        else 0
-    )
-    whole = model.model_copy(update={"sliding_window": None})
-    scores = (1 + masked) * flops.score_flops(whole, job.seq, causal=True) * tokens / layout.tp
+    masks = model.masked_window(job.seq) is not None
+    scores = tokens / layout.tp
     if model.mla is not None:  # values are padded to keys' width
         scores *= 2 * model.qk_head_dim / (model.qk_head_dim + model.v_head_dim)
     if layout.cp > 1 and layout.context_parallel in ("ring", "allgather"):  # later parts of the sequence attend to more of it
@@ -397,7 +392,11 @@ def predicted_flops(job: Job, layout: Layout, place: RankCoordinates) -> float:
         count, recomputed = float(layers[stage]), float(layers[stage] - kept[stage])
         if not count:
             continue
-        moe, of_scores = kind.has_experts, scores if kind.mixer == "attention" else 0.0
+        masked = masks and kind.local
+        each_score = (
+            2 * flops.score_flops(model, job.seq, True, False) if masked else flops.mixer_flops(model, kind, job.seq, True)
+        )
+        moe, of_scores = kind.has_experts, scores * each_score if kind.mixer == "attention" else 0.0
         matmuls = {matmul.name: float(np.sum(matmul.flops)) for matmul in layer_matmuls(job, row, kind)}
         beside = [(matmul.name, float(np.sum(matmul.flops))) for matmul in adapter_matmuls(job, row, kind)] if frozen else []
         adapters = sum(found for _, found in beside)

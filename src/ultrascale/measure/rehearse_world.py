@@ -86,7 +86,7 @@ def without_memory(routed: int) -> Iterator[QuickFakeTensorMode]:
         yield stack.enter_context(QuickFakeTensorMode())
 
 
-def window_bias(length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def window_bias(length: int, window: int, dtype: torch.dtype, device: torch.device, chunked: bool = False) -> Tensor:
     """As on a GPU, whose block masks are small: one element in memory."""
     return torch.zeros((), dtype=dtype, device=device).expand(length, length)
 

@@ -112,6 +112,7 @@ def check_model(runner: EngineRunner, model: Model) -> None:
     wrong = {
         "moe": model.moe is not None,
         "qk_norm": model.qk_norm,
+        "qk_l2_norm": model.qk_l2_norm,
         "sliding_window": model.sliding_window is not None,
         "qkv_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,

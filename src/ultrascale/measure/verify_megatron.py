@@ -30,7 +30,7 @@ from ultrascale.specs.model import Model
 _SCHEDULES = ("1f1b", "interleaved")
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}  # fixed in Megatron
 _DISPATCHERS = ("alltoall", "allgather")
-_ROUTER = {"shared_experts": 0, "groups": 1, "dense_layers": 0}
+_ROUTER = {"shared_experts": 0, "groups": 1, "dense_layers": 0, "interval": 1, "scale_inputs": False}
 
 
 def _check(job: Job, layout: Layout) -> None:

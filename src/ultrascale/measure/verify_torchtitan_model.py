@@ -12,6 +12,8 @@ ROUTER = {
     "shared_experts": 0,
     "groups": 1,
     "dense_layers": 0,
+    "interval": 1,
+    "scale_inputs": False,
 }
 """what torchtitan's Qwen3 has of our MoE"""
 

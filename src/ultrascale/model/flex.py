@@ -31,31 +31,38 @@ def why_not(head_dim: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def mask(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
-    """The causal block mask of sequences of `length` tokens, within a window and within `documents` [b, s] if given."""
-    return _windowed(length, window, device) if documents is None else _block_mask(length, window, documents, device)
+def mask(length: int, window: int | None, documents: Tensor | None, device: torch.device, chunked: bool = False) -> BlockMask:
+    """The causal block mask of sequences of `length` tokens, within a window and within `documents` [b, s] if given.
+
+    `chunked`: the window is a token's chunk of the sequence.
+    """
+    if documents is None:
+        return _windowed(length, window, device, chunked)
+    return _block_mask(length, window, documents, device, chunked)
 
 
 @lru_cache(maxsize=8)
-def _windowed(length: int, window: int | None, device: torch.device) -> BlockMask:
+def _windowed(length: int, window: int | None, device: torch.device, chunked: bool) -> BlockMask:
     """Cached: the mask is the same for every micro-batch."""
-    return _block_mask(length, window, None, device)
+    return _block_mask(length, window, None, device, chunked)
 
 
-def _block_mask(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
+def _block_mask(length: int, window: int | None, documents: Tensor | None, device: torch.device, chunked: bool) -> BlockMask:
     # Uncompiled, create_block_mask would materialize every pair first.
     create = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     batch = None if documents is None else len(documents)
-    mask: BlockMask = create(rule(window, documents), batch, None, length, length, device=device)
+    mask: BlockMask = create(rule(window, documents, chunked), batch, None, length, length, device=device)
     return mask
 
 
-def rule(window: int | None, documents: Tensor | None) -> Rule:
+def rule(window: int | None, documents: Tensor | None, chunked: bool = False) -> Rule:
     """A mask function: whether the token at `q` attends to the one at `k`."""
 
     def attends(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
         visible = k <= q
-        if window is not None:
+        if window is not None and chunked:
+            visible = visible & (q // window == k // window)
+        elif window is not None:
             visible = visible & (q - k < window)  # the token itself and the window - 1 before it
         if documents is not None:
             visible = visible & (documents[b, q] == documents[b, k])

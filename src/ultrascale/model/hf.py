@@ -91,6 +91,16 @@ _GPT_OSS = {
 }
 
 
+_LLAMA4 = {
+    **{ours: theirs.replace("mlp.", "feed_forward.") for ours, theirs in _EXPERTS.items()},
+    "mlp.router": "feed_forward.router",
+}
+_LLAMA4_EXPERTS = {
+    **dict.fromkeys(("mlp.experts.gate", "mlp.experts.up"), "feed_forward.experts.gate_up_proj"),
+    "mlp.experts.down": "feed_forward.experts.down_proj",
+}
+
+
 _GATED_DELTA = {
     **dict.fromkeys((f"attention.conv.{name}" for name in "qkv"), "linear_attn.conv1d.weight"),
     "attention.log_decay": "linear_attn.A_log",
@@ -190,6 +200,7 @@ TENSORS: dict[str, HFNames] = {
         layers="backbone.layers.{}.",
     ),
     "gpt_oss": HFNames(tensors=_GPT_OSS, experts_in_out=True, alternating_gate_up=True),
+    "llama4_text": HFNames(_LLAMA4, _LLAMA4_EXPERTS, interleaved_rope=True, experts_in_out=True),
     "glm4_moe": HFNames(
         {**_DEEPSEEK, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}, _CORRECTION_BIAS
     ),

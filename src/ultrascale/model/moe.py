@@ -228,16 +228,21 @@ class ExpertPermutation:
         positions = torch.zeros(experts.numel(), dtype=ranks.dtype, device=experts.device).scatter(0, sorted_, ranks)
         return cls(sorted_, positions.view_as(experts), kept)
 
-    def permute(self, tokens: Tensor) -> Tensor:
-        """Tokens [t, h] -> one row per choice, sorted by expert: [n, h]."""
+    def permute(self, tokens: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Tokens [t, h] -> one row per choice, sorted by expert: [n, h]; with weights [t, k], each times its own."""
+        if weights is not None:
+            scaled: Tensor = _PermuteScaledRows.apply(tokens, weights, self.sorted, self.positions, self.kept)  # type: ignore[no-untyped-call]
+            return scaled
         rows: Tensor = _PermuteRows.apply(tokens, self.sorted, self.positions, self.kept)  # type: ignore[no-untyped-call]
         return rows
 
-    def unpermute(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Sorted rows [n, h] -> each token's sum of its rows weighted by weights [t, k]: [t, h]."""
+    def unpermute(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Sorted rows [n, h] -> each token's sum of its rows weighted by weights [t, k]: [t, h]; without, the plain sum."""
+        outputs: Tensor = _UnpermuteRows.apply(rows, self.sorted, self.positions)  # type: ignore[no-untyped-call]
+        if weights is None:
+            return (outputs if self.kept is None else outputs * self.kept.unsqueeze(-1)).sum(-2)
         if self.kept is not None:
             weights = weights * self.kept
-        outputs: Tensor = _UnpermuteRows.apply(rows, self.sorted, self.positions)  # type: ignore[no-untyped-call]
         return (outputs * weights.unsqueeze(-1)).sum(-2)
 
 
@@ -255,6 +260,25 @@ class _PermuteRows(torch.autograd.Function):
         if kept is not None:
             each = each * kept.unsqueeze(-1)
         return each.sum(-2), None, None, None
+
+
+class _PermuteScaledRows(torch.autograd.Function):
+    """Saves the tokens, which others save too, instead of their rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, sorted_: Tensor, positions: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(tokens, weights, positions, kept)
+        return tokens[sorted_ // positions.shape[1]].mul_(weights.flatten()[sorted_].unsqueeze(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        tokens, weights, positions, kept = ctx.saved_tensors
+        each = grad[positions]
+        if kept is not None:
+            each = each * kept.unsqueeze(-1)
+        grad_weights = (each * tokens.unsqueeze(-2)).sum(-1)
+        return each.mul_(weights.unsqueeze(-1)).sum(-2), grad_weights, None, None, None
 
 
 class _UnpermuteRows(torch.autograd.Function):
@@ -278,6 +302,8 @@ class RoutingResult:
     """[b, s, k]"""
     weights: Tensor
     """[b, s, k], in the dtype of the tokens"""
+    scale_inputs: bool
+    """the weights multiply the inputs of experts instead of their outputs"""
     counts: Tensor
     """[experts]: tokens of each expert"""
     kept: Tensor | None
@@ -288,6 +314,14 @@ class RoutingResult:
     def order(self) -> ExpertPermutation:
         kept = None if self.kept is None else self.kept.flatten(0, 1)
         return ExpertPermutation.sort(self.experts.flatten(0, 1), kept, self.number)
+
+    def permute(self, order: ExpertPermutation, x: Tensor) -> Tensor:
+        """The experts' inputs, from x [b, s, h]."""
+        return order.permute(x.flatten(0, 1), self.weights.flatten(0, 1) if self.scale_inputs else None)
+
+    def unpermute(self, order: ExpertPermutation, rows: Tensor) -> Tensor:
+        """[b·s, h], from the experts' outputs."""
+        return order.unpermute(rows, None if self.scale_inputs else self.weights.flatten(0, 1))
 
 
 class Router(nn.Module):
@@ -329,7 +363,8 @@ class Router(nn.Module):
         weights = scores.gather(-1, experts)
         if moe.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return RoutingResult(experts, (weights * moe.scaling).to(x.dtype), kept_counts.sum(0).long(), kept, moe.experts)
+        weights = (weights * moe.scaling).to(x.dtype)
+        return RoutingResult(experts, weights, moe.scale_inputs, kept_counts.sum(0).long(), kept, moe.experts)
 
     def enable_stats(self, device: torch.device) -> None:
         """Makes backward accumulate statistics, on the compute device."""
@@ -395,9 +430,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routes: RoutingResult = self.router(x)
         order = routes.order()
-        rows = order.permute(x.flatten(0, 1))
+        rows = routes.permute(order, x)
         shared = None if self.shared is None else self.gate_shared(self.shared(x), x)
-        out = order.unpermute(self.experts(rows, routes.counts), routes.weights.flatten(0, 1)).view_as(x)
+        out = routes.unpermute(order, self.experts(rows, routes.counts)).view_as(x)
         return out if shared is None else out + shared
 
     def gate_shared(self, out: Tensor, x: Tensor) -> Tensor:

@@ -29,6 +29,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """The same without a weight."""
+    if x.is_cuda or torch.compiler.is_compiling():
+        return F.rms_norm(x, (x.shape[-1],), eps=eps)
+    return _RMSNorm.apply(x, None, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def gelu(x: Tensor) -> Tensor:
     """The tanh approximation, as in GPT-2; torch's operator saves only its input."""
     return F.gelu(x, approximate="tanh")
@@ -162,18 +169,21 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         wide = at_least_fp32(x)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale * at_least_fp32(weight)).to(x.dtype)
+        unit = wide * scale
+        return (unit if weight is None else unit * at_least_fp32(weight)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         unit, wide_grad = at_least_fp32(x) * scale, at_least_fp32(grad)
-        grad_weight = (wide_grad * unit).flatten(0, -2).sum(0)
-        grad_unit = wide_grad * at_least_fp32(weight)
+        grad_weight, grad_unit = None, wide_grad
+        if weight is not None:
+            grad_weight = (wide_grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+            grad_unit = wide_grad * at_least_fp32(weight)
         grad_x = scale * (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True))
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight, None

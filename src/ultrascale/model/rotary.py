@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ultrascale.specs.blocks import RopeScaling
+from ultrascale.specs.blocks import AttentionTemperature, RopeScaling
 from ultrascale.specs.model import Model
 
 Rope = tuple[Tensor, Tensor]
@@ -29,6 +29,12 @@ def tables(model: Model, positions: Tensor, length: int | None = None, local_the
     angles = torch.cat((angles, angles), dim=-1)
     factor = 1.0 if scaling is None else attention_factor(scaling)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+
+
+def query_factors(temperature: AttentionTemperature, positions: Tensor) -> Tensor:
+    """[s], fp32: what queries are multiplied by in layers that do not rotate."""
+    steps = torch.floor((positions.float() + 1) / temperature.tokens)
+    return 1 + temperature.scale * torch.log1p(steps)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -86,6 +92,8 @@ def _unscaled_by_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Unscaled share of each frequency: 0 for wavelengths beyond the original context, 1 for short ones, a ramp between."""
     assert scaling.original_max_positions is not None
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # in the original context
+    if scaling.high_freq_factor == scaling.low_freq_factor:  # no ramp (Llama 4 Scout)
+        return (turns >= scaling.low_freq_factor).to(frequencies.dtype)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return share.clamp(0, 1)
 

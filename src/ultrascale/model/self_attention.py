@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ultrascale.model import flex
 from ultrascale.model.adapters import Adapters
 from ultrascale.model.attention import causal_attention, softcapped_attention
-from ultrascale.model.operators import RMSNorm
+from ultrascale.model.operators import RMSNorm, l2_norm
 from ultrascale.model.rotary import Rope, rotate
 from ultrascale.specs.model import Model
 
@@ -39,12 +39,19 @@ class CausalAttention(nn.Module):
     """Causal attention: q [b, s, heads, d], k [b, s, kv_heads, d] and v [b, s, kv_heads, dv] -> [b, s, heads, dv].
 
     `bias`, the complete mask with the window in it: [s, s] or [b, 1, s, s] that is added to the scores, 0 for pairs that attend
-    and minus infinity for all others, or a block mask. `sinks` [heads]: logits that join each softmax.
+    and minus infinity for all others, or a block mask. `sinks` [heads]: logits that join each softmax. `chunked`: the window is
+    a token's chunk of the sequence.
     """
 
-    def __init__(self, sliding_window: int | None = None, scale: float | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        sliding_window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        chunked: bool = False,
+    ) -> None:
         super().__init__()
-        self.sliding_window, self.scale, self.softcap = sliding_window, scale, softcap
+        self.sliding_window, self.scale, self.softcap, self.chunked = sliding_window, scale, softcap, chunked
         self.backends: list[SDPBackend] = []
         """backends of torch's attention on a GPU, the fastest first (kernels/autotune.py); empty: torch's own order"""
         self.kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -54,9 +61,12 @@ class CausalAttention(nn.Module):
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         if isinstance(bias, BlockMask):
             return flex.attend(q, k, v, bias, scale, self.softcap, sinks)
-        length, mask = q.shape[1], bias
-        if mask is None and self.sliding_window is not None and self.sliding_window < length:
-            mask = window_bias(length, self.sliding_window, q.dtype, q.device)
+        length, mask, window = q.shape[1], bias, self.sliding_window
+        if mask is None and window is not None and window < length:
+            if self.chunked and length % window == 0:  # chunks are sequences of their own: nothing is masked but the future
+                q, k, v = (torch.unflatten(x, 1, (-1, window)).flatten(0, 1) for x in (q, k, v))
+                return torch.unflatten(self.forward(q, k, v, sinks=sinks), 0, (-1, length // window)).flatten(1, 2)
+            mask = window_bias(length, window, q.dtype, q.device, self.chunked)
         if self.softcap is not None:
             return softcapped_attention(q, k, v, scale, self.softcap, mask)
         if sinks is not None:
@@ -73,9 +83,16 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, **causal).transpose(1, 2)
 
 
-def window_bias(length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[s, s]: 0 where the second token is the first or one of the window - 1 before it, else minus infinity."""
-    near = torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+def window_bias(length: int, window: int, dtype: torch.dtype, device: torch.device, chunked: bool = False) -> Tensor:
+    """[s, s]: 0 where the second token is the first or one of the window - 1 before it, else minus infinity; `chunked`: or one
+    before it in its chunk of the sequence.
+    """
+    near = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if chunked:
+        chunks = torch.arange(length, device=device) // window
+        near &= chunks.unsqueeze(1) == chunks
+    else:
+        near.triu_(1 - window)
     return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(near.logical_not_(), -math.inf)
 
 
@@ -92,12 +109,15 @@ class Attention(nn.Module):
         """queries and keys are normed head by head; False: all heads together"""
         widths = (model.head_dim, model.head_dim) if self.norms_heads else (model.q_dim, model.kv_dim)
         self.q_norm, self.k_norm = (RMSNorm(width, model.norm_eps) if model.qk_norm else None for width in widths)
-        self.core = CausalAttention(model.window(layer), model.score_scale, model.attention_softcap)
+        self.l2_eps = model.norm_eps if model.qk_l2_norm and model.rotates(layer) else None
+        """of the norm of rotated queries and keys; None: they are not normed"""
+        self.core = CausalAttention(model.window(layer), model.score_scale, model.attention_softcap, model.chunked_window)
         self.sinks = nn.Parameter(torch.empty(model.heads)) if model.attention_sinks else None
         self.out = nn.Linear(model.q_dim, model.hidden, bias=model.attention_output_bias)
         self.adapters: Adapters | None = None
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | Tensor | None, bias: Mask | None = None) -> Tensor:
+        """`rope`: the rotary tables, or in a layer that does not rotate factors of queries by position."""
         q, k, v, *gate = self.qkv(x)
         if self.adapters is not None:
             q, k, v = self.adapters.add_to_inputs(x, (q, k, v))
@@ -106,8 +126,12 @@ class Attention(nn.Module):
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
+        if isinstance(rope, Tensor):
+            q = q * rope.to(q.dtype).view(-1, 1, 1)
+        elif rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        if self.l2_eps is not None:
+            q, k = l2_norm(q, self.l2_eps), l2_norm(k, self.l2_eps)
         # Cores with a key-value cache or other ranks' keys take no mask.
         masks = {name: one for name, one in (("bias", bias), ("sinks", self.sinks)) if one is not None}
         heads = self.core(q, k, v, **masks).flatten(-2)

@@ -22,7 +22,7 @@ from ultrascale.model.linear_attention import GatedDeltaNet, GatedDeltaRule
 from ultrascale.model.mamba import Mamba2Mixer, StateSpace
 from ultrascale.model.moe import MixtureOfExperts, Router
 from ultrascale.model.operators import LayerNorm, RMSNorm, activation_of, at_least_fp32
-from ultrascale.model.rotary import Rope, tables
+from ultrascale.model.rotary import Rope, query_factors, tables
 from ultrascale.model.self_attention import Attention, CausalAttention, Mask, MultiLinear, window_bias
 from ultrascale.specs.engine import model_problem
 from ultrascale.specs.errors import SpecError
@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.parallel_residual = model.parallel_residual
         self.residual_scale = model.residual_scale
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | Tensor | None, bias: Mask | None = None) -> Tensor:
         if self.attention is None or self.mlp is None:
             return x + self._scaled(self._only_sublayer(x, rope, bias))
         attention_input = _normed(x, self.attention_norm)
@@ -84,7 +84,7 @@ class Block(nn.Module):
         mlp_input = attention_input if self.parallel_residual == "one_norm" else _normed(x, self.mlp_norm)
         return x + attended + self._scaled(self.mlp(mlp_input))
 
-    def _only_sublayer(self, x: Tensor, rope: Rope | None, bias: Mask | None) -> Tensor:
+    def _only_sublayer(self, x: Tensor, rope: Rope | Tensor | None, bias: Mask | None) -> Tensor:
         if self.attention is not None:
             attended: Tensor = self.attention(_normed(x, self.attention_norm), rope, bias)
             return attended
@@ -104,7 +104,9 @@ class PredictionBlock(Block):
         self.embedding_norm, self.hidden_norm, self.final_norm = _norm(model), _norm(model), _norm(model)
         self.projection = nn.Linear(2 * model.hidden, model.hidden, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope | None, bias: Mask | None = None, embedded: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope | Tensor | None, bias: Mask | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
         assert embedded is not None
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
         out: Tensor = self.final_norm(super().forward(self.projection(both), rope, bias))
@@ -282,12 +284,14 @@ class Transformer(nn.Module):
             x = self.embed(x, positions)
         ropes, masks = self._ropes(x, positions), self._masks(x, len(positions), documents)
         starts = () if documents is None else (_starts(documents),)
+        temperature = self.model.attention_temperature
+        factors = None if temperature is None else query_factors(temperature, positions)
 
         def arguments(index: int) -> tuple[Rope | Mask | None, ...]:
             """Of a layer, beside its input."""
             local, rotates = self.model.window(index) is not None, self.model.rotates(index)
             has_state = self.model.kind(index).mixer in ("linear", "mamba")
-            return ropes[local] if rotates else None, *(starts if has_state else masks[local])
+            return ropes[local] if rotates else factors, *(starts if has_state else masks[local])
 
         def predict(normed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             assert ahead is not None
@@ -325,19 +329,20 @@ class Transformer(nn.Module):
         by_flex = x.is_cuda and flex.why_not(model.head_dim, x.dtype) is None
         special = model.attention_softcap is not None or model.attention_sinks
         for local in (False, True):
-            window = model.sliding_window if local else None
-            window = None if window is not None and window >= length else window
+            window = model.masked_window(length, documents is not None) if local else None
             # Only CausalAttention takes a mask: the core that context parallelism replaces it with handles the window itself.
             if by_flex and (documents is not None or (plain and (window is not None or special))):
-                found[local] = (flex.mask(length, window, documents, x.device),)
+                found[local] = (flex.mask(length, window, documents, x.device, model.chunked_window),)
             else:
-                found[local] = self._dense_mask(x, length, window if plain else None, documents)
+                found[local] = self._dense_mask(x, length, window if plain else None, documents, model.chunked_window)
         return found
 
     @staticmethod
-    def _dense_mask(x: Tensor, length: int, window: int | None, documents: Tensor | None) -> tuple[Mask, ...]:
+    def _dense_mask(
+        x: Tensor, length: int, window: int | None, documents: Tensor | None, chunked: bool = False
+    ) -> tuple[Mask, ...]:
         # In the dtype that attention needs: each block would convert a boolean mask and save its own copy.
-        near = None if window is None else window_bias(length, window, x.dtype, x.device)
+        near = None if window is None else window_bias(length, window, x.dtype, x.device, chunked)
         if documents is None:
             return () if near is None else (near,)
         visible = document_bias(documents, x.dtype)

@@ -59,12 +59,12 @@ def dispatched_forward(mlp: MixtureOfExperts, dispatch: Callable[[Tensor, Tensor
     """
     routes: RoutingResult = mlp.router(x)
     order = routes.order()
-    dispatcher = dispatch(order.permute(x.flatten(0, 1)), routes.counts)
+    dispatcher = dispatch(routes.permute(order, x), routes.counts)
     shared: Any = mlp.shared
     inner = None if shared is None else shared.activate(x)
     dispatcher.run_experts(mlp.experts)
     shared_out = None if inner is None else mlp.gate_shared(shared.project(inner), x)
-    out = order.unpermute(dispatcher.combine(), routes.weights.flatten(0, 1)).view_as(x)
+    out = routes.unpermute(order, dispatcher.combine()).view_as(x)
     return out if shared_out is None else out + shared_out
 
 

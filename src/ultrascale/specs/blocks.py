@@ -92,6 +92,15 @@ class Mamba2(FrozenSpec):
         return self.groups * self.state_dim
 
 
+class AttentionTemperature(FrozenSpec):
+    """Sharper attention at later positions, where there are no rotary ones (Nakanishi 2025; Llama 4): queries are multiplied by
+    1 + scale · log(1 + floor((position + 1) / tokens)), with positions from 0.
+    """
+
+    scale: Factor = Field(examples=[0.1])
+    tokens: Count = Field(examples=[8192])
+
+
 class LayerKind(NamedTuple):
     """What a layer consists of."""
 
@@ -99,6 +108,10 @@ class LayerKind(NamedTuple):
     mlp: Literal["dense", "moe", "none"] = "dense"
     predicts: bool = False
     """a layer of multi-token prediction, with norms and a projection of two hidden states before it"""
+    norms_heads: bool = False
+    """queries and keys are normed"""
+    local: bool = False
+    """attention sees the model's window"""
 
     @property
     def sublayers(self) -> int:
@@ -107,6 +120,11 @@ class LayerKind(NamedTuple):
     @property
     def has_experts(self) -> bool:
         return self.mlp == "moe"
+
+    @property
+    def is_dense(self) -> bool:
+        """A layer of attention and a dense MLP."""
+        return self.mixer == "attention" and self.mlp == "dense" and not self.predicts
 
 
 RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
@@ -150,9 +168,9 @@ class RopeScaling(FrozenSpec):
                 )
         if "original_max_positions" in read and self.original_max_positions is None:
             raise ValueError("model.rope_scaling.original_max_positions is missing: give it, e.g. 8192")
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"model.rope_scaling.high_freq_factor is {self.high_freq_factor:g} but must be greater than "
+                f"model.rope_scaling.high_freq_factor is {self.high_freq_factor:g} but must be at least "
                 f"low_freq_factor = {self.low_freq_factor:g}: try {4 * self.low_freq_factor:g}"
             )
         if (self.mscale is None) != (self.mscale_all_dim is None):
@@ -190,11 +208,17 @@ class MoE(FrozenSpec):
         examples=[1536],
     )
     dense_layers: CountOrZero = Field(default=0, description="The first layers that keep a dense MLP.")
+    interval: Count = Field(
+        default=1, description="Of the others, those whose number, from 1, is a multiple of it have experts (Llama 4)."
+    )
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: Flag = Field(default=False, description="DeepSeek-V3's e_score_correction_bias, one per expert.")
     logits_bias: Flag = Field(default=False, description="A learned bias of the router's logits (gpt-oss).")
     shared_gate: Flag = Field(default=False, description="Qwen2-MoE's learned gate on the shared expert.")
     renormalize: Flag = Field(default=True, description="The weights of a token's chosen experts add up to one.")
+    scale_inputs: Flag = Field(
+        default=False, description="The weights multiply the inputs of the chosen experts, not their outputs (Llama 4)."
+    )
     groups: Count = Field(default=1, description="Groups of experts, of which a token may visit top_groups (DeepSeek).")
     top_groups: Count = Field(default=1, examples=[4])
     scaling: Factor = Field(default=1.0, description="DeepSeek's routed_scaling_factor on the weights of chosen experts.")

@@ -242,25 +242,30 @@ class LayerTypes:
     """where there is no window, they have (EXAONE 4)"""
     switch: str = ""
     """a key that switches the window on"""
+    word: str = "sliding_attention"
+    key: str = "sliding_window"
+    """its length"""
+    chunked: bool = False
+    """the window is a chunk of the sequence (Llama 4)"""
 
     def read(self, config: Config) -> Fields:
         layers = checked(config, "num_hidden_layers", "count")
         given = config.get("layer_types")
         if given is None:
             local = self.derived(config, layers)
-        elif isinstance(given, list) and len(given) >= layers and set(given) <= {"full_attention", "sliding_attention"}:
-            local = [word == "sliding_attention" for word in given[:layers]]
+        elif isinstance(given, list) and len(given) >= layers and set(given) <= {"full_attention", self.word}:
+            local = [word == self.word for word in given[:layers]]
         else:
             raise SpecError(
-                f"config.layer_types is {given!r:.80} but must name full_attention or sliding_attention for each of {layers} "
-                "layers"
+                f"config.layer_types is {given!r:.80} but must name full_attention or {self.word} for each of {layers} layers"
             )
-        window = config.get("sliding_window", self.window)
+        window = config.get(self.key, self.window)
         if self.switch and not checked(config, self.switch, "flag", False):
             window = None
         fields: Fields = {}
         if any(local) and window is not None:
-            fields["sliding_window"] = checked({"sliding_window": window}, "sliding_window", "count")
+            fields["sliding_window"] = checked({self.key: window}, self.key, "count")
+            fields |= {"chunked_window": True} if self.chunked else {}
             if not all(local):
                 fields["attention_pattern"] = shortest_cycle(["local" if one else "full" for one in local])
         if self.rotates_local_only and not all(local) and not (self.rotates_without_window and window is None):
@@ -268,12 +273,12 @@ class LayerTypes:
         return fields
 
     def write(self, model: Model) -> dict[str, Any]:
-        words = ["full_attention" if model.window(layer) is None else "sliding_attention" for layer in range(model.layers)]
+        words = ["full_attention" if model.window(layer) is None else self.word for layer in range(model.layers)]
         # Some classes of transformers make the mask of a window that no layer has.
         window = model.sliding_window
         if window is None and not (self.rotates_without_window and model.rotates(0)):
             window = self.window
-        found = {"layer_types": words, "sliding_window": window}
+        found = {"layer_types": words, self.key: window}
         return found | ({self.switch: model.sliding_window is not None} if self.switch else {})
 
 
@@ -340,7 +345,7 @@ class RopeLayers:
 
     def read(self, config: Config) -> Fields:
         given = config.get("no_rope_layers")
-        if given is None:
+        if given is None or given == []:
             interval = checked(config, "no_rope_layer_interval", "count", 4)
             layers = checked(config, "num_hidden_layers", "count")
             given = [(layer + 1) % interval for layer in range(layers)]
@@ -351,6 +356,50 @@ class RopeLayers:
 
     def write(self, model: Model) -> dict[str, Any]:
         return {"no_rope_layers": [int(model.rotates(layer)) for layer in range(model.layers)]}
+
+
+class Temperature:
+    """Llama 4's factors of queries, in layers without positions."""
+
+    def read(self, config: Config) -> Fields:
+        scale = checked(config, "attn_scale", "number", 0.1)
+        tokens = checked(config, "floor_scale", "count", 8192)
+        # Published configs have 4 for true.
+        used = bool(config.get("attn_temperature_tuning", True)) and "rope_pattern" in RopeLayers().read(config)
+        return {"attention_temperature": {"scale": scale, "tokens": tokens}} if used else {}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        found = model.attention_temperature
+        if found is None:
+            return {"attn_temperature_tuning": False}
+        return {"attn_temperature_tuning": True, "attn_scale": found.scale, "floor_scale": found.tokens}
+
+
+class ExpertLayers:
+    """Llama 4's experts in every n-th layer, as `moe_layers` may list them; dense layers have a width of their own."""
+
+    def read(self, config: Config) -> Fields:
+        layers, step = checked(config, "num_hidden_layers", "count"), checked(config, "interleave_moe_layer_step", "count", 1)
+        given = config.get("moe_layers")
+        if given is not None:
+            step = given[0] + 1 if isinstance(given, list) and given and isinstance(given[0], int) else 0
+            if step < 1 or given != list(range(step - 1, layers, step)):
+                raise SpecError(
+                    f"config.moe_layers is {given!r:.60} but experts must be in every layer or every n-th: try "
+                    f"{list(range(1, min(layers, 6), 2))}, every second"
+                )
+        ffn = checked(config, "intermediate_size_mlp", "count", 16384)
+        dense = step > 1
+        return {"moe.interval": step, "ffn": ffn if dense else 0}
+
+    def write(self, model: Model) -> dict[str, Any]:
+        step = 1 if model.moe is None else model.moe.interval
+        # A class of transformers needs a width even where no layer has it.
+        return {
+            "interleave_moe_layer_step": step,
+            "moe_layers": [layer for layer, kind in enumerate(model.each_kind) if kind.has_experts],
+            "intermediate_size_mlp": model.ffn or model.hidden,
+        }
 
 
 class ScoreScale:
@@ -390,19 +439,26 @@ class EmbeddingScale:
 
 
 class SparseLayers:
-    """Qwen's experts: every layer, or all after a run of dense ones at the start, in which alone intermediate_size is read."""
+    """Qwen's experts: every layer, or every n-th, after a run of dense ones at the start; intermediate_size is read by
+    dense layers alone.
+    """
 
     def read(self, config: Config) -> Fields:
-        Only("decoder_sparse_step", 1).read(config)
+        step = checked(config, "decoder_sparse_step", "count", 1)
         dense = config.get("mlp_only_layers") or []
         if not isinstance(dense, list) or dense != list(range(len(dense))):
             given = f"{dense!r:.60}" if isinstance(dense, list) else shown(dense)
             raise SpecError(f"config.mlp_only_layers is {given} but dense layers must come first: try [0, 1] or []")
-        return {"moe.dense_layers": len(dense), "ffn": checked(config, "intermediate_size", "count") if dense else 0}
+        ffn = checked(config, "intermediate_size", "count") if dense or step > 1 else 0
+        return {"moe.dense_layers": len(dense), "moe.interval": step, "ffn": ffn}
 
     def write(self, model: Model) -> dict[str, Any]:
-        dense = 0 if model.moe is None else model.moe.dense_layers
-        return {"decoder_sparse_step": 1, "mlp_only_layers": list(range(dense)), "intermediate_size": model.ffn}
+        dense, step = (0, 1) if model.moe is None else (model.moe.dense_layers, model.moe.interval)
+        return {
+            "decoder_sparse_step": step,
+            "mlp_only_layers": list(range(dense)),
+            "intermediate_size": model.ffn,
+        }
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ultrascale.specs.hf import (
     DeepSeekRouting,
     DenseWidth,
     EmbeddingScale,
+    ExpertLayers,
     Fields,
     HFFamily,
     Key,
@@ -31,6 +32,7 @@ from ultrascale.specs.hf import (
     RopeLayers,
     ScoreScale,
     SparseLayers,
+    Temperature,
     Window,
     checked,
     mark_known,
@@ -278,6 +280,12 @@ def _smollm_window(config: Config, layers: int) -> list[bool]:
     rotates = RopeLayers().read(config).get("rope_pattern", (True,))
     used = checked(config, "use_sliding_window", "flag", False)
     return [used and not rotates[layer % len(rotates)] for layer in range(layers)]
+
+
+def _rotating(config: Config, layers: int) -> list[bool]:
+    """Llama 4's chunks: in layers with positions."""
+    rotates = RopeLayers().read(config).get("rope_pattern", (True,))
+    return [rotates[layer % len(rotates)] for layer in range(layers)]
 
 
 _GEMMA_ACT: tuple[str, Kind, str] = ("hidden_activation", "gated", "gelu_pytorch_tanh")
@@ -717,6 +725,22 @@ FAMILIES["nemotron_h"] = HFFamily(
         HybridLayers(),
     ),
     {"positions": "none", "one_sublayer": True},
+)
+FAMILIES["llama4_text"] = HFFamily(
+    "Llama4ForCausalLM",
+    "Llama4TextDecoderLayer",
+    (
+        *_common(Rope(500_000.0), eps=("rms_norm_eps", 1e-5), kv_heads=8, head_dim=128),
+        *_moe("num_local_experts", "intermediate_size"),
+        ExpertLayers(),
+        Only("router_jitter_noise", 0.0),
+        _attention_bias(),
+        Key("use_qk_norm", "qk_l2_norm", "flag", default=True),
+        RopeLayers(),
+        LayerTypes(_rotating, 8192, word="chunked_attention", key="attention_chunk_size", chunked=True),
+        Temperature(),
+    ),
+    {"moe.shared_experts": 1, "moe.router": "sigmoid", "moe.renormalize": False, "moe.scale_inputs": True},
 )
 # DeepSeek-V3's classes and tensors under another name.
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from ultrascale.specs import weights
 from ultrascale.specs.blocks import (
     MLA,
+    AttentionTemperature,
     Count,
     CountOrZero,
     Depth,
@@ -105,6 +106,14 @@ class Model(FrozenSpec):
     attention_scale: Factor | None = Field(
         default=None, description="Of scores; None: 1 / sqrt(width of a query head).", examples=[0.0625]
     )
+    qk_l2_norm: Flag = Field(
+        default=False, description="Rotated queries and keys are divided by their root mean square in a head (Llama 4)."
+    )
+    attention_temperature: AttentionTemperature | None = Field(
+        default=None,
+        description="Factors of queries by position, in layers that do not rotate.",
+        examples=[{"scale": 0.1, "tokens": 8192}],
+    )
     attention_softcap: Factor | None = Field(
         default=None, description="Scores become cap · tanh(score / cap).", examples=[50.0]
     )
@@ -113,6 +122,11 @@ class Model(FrozenSpec):
         default=False, description="A learned logit for each head, which joins the denominator of its softmax (gpt-oss)."
     )
     sliding_window: Count | None = Field(default=None, examples=[4096])
+    chunked_window: Flag = Field(
+        default=False,
+        description="The window does not slide: sequences are cut into chunks of that length, and a token sees those of its "
+        "chunk (Llama 4).",
+    )
     linear_attention: LinearAttention | None = Field(
         default=None,
         description="Of the layers that attention_pattern calls linear.",
@@ -240,6 +254,15 @@ class Model(FrozenSpec):
         """The sliding window of a layer's attention; None: full."""
         return self.sliding_window if self._attention(self._main(layer)) == "local" else None
 
+    def masked_window(self, seq: int, documents: bool = False) -> int | None:
+        """The window that a mask keeps, of sequences of that length or with `documents` in them; None: there is none, or its
+        chunks are computed one beside the other.
+        """
+        window = self.sliding_window
+        if window is None or window >= seq or (self.chunked_window and seq % window == 0 and not documents):
+            return None
+        return window
+
     @property
     def all_layers(self) -> int:
         """Layers, and those of multi-token prediction, which follow them."""
@@ -265,8 +288,10 @@ class Model(FrozenSpec):
     @property
     def each_kind(self) -> tuple[LayerKind, ...]:
         """What each layer consists of, those of multi-token prediction last."""
-        dense = self.layers if self.moe is None else self.moe.dense_layers
-        return _each_kind(self.layers, self.attention_pattern, self.one_sublayer, dense, self.mtp_depth)
+        dense, interval = (self.layers, 1) if self.moe is None else (self.moe.dense_layers, self.moe.interval)
+        norms = self.rope_pattern or (True,) if self.qk_l2_norm else (self.qk_norm,)
+        pattern = self.attention_pattern or (("full",) if self.sliding_window is None else ("local",))
+        return _each_kind(self.layers, pattern, self.one_sublayer, dense, interval, norms, self.mtp_depth)
 
     def kind(self, layer: int) -> LayerKind:
         return self.each_kind[layer]
@@ -275,11 +300,6 @@ class Model(FrozenSpec):
         """Whether a layer's queries and keys are rotated by their positions."""
         pattern = self.rope_pattern
         return self.positions == "rotary" and (not pattern or pattern[self._main(layer) % len(pattern)])
-
-    @property
-    def local_layers(self) -> int:
-        """How many layers have a sliding window."""
-        return 0 if self.sliding_window is None else sum(self.window(layer) is not None for layer in range(self.all_layers))
 
     @property
     def rotated_dim(self) -> int:
@@ -372,15 +392,23 @@ class Model(FrozenSpec):
 
 @lru_cache(maxsize=1024)
 def _each_kind(
-    layers: int, pattern: tuple[AttentionKind, ...], one_sublayer: bool, dense_layers: int, mtp_depth: int
+    layers: int,
+    pattern: tuple[AttentionKind, ...],
+    one_sublayer: bool,
+    dense_layers: int,
+    interval: int,
+    norms: tuple[bool, ...],
+    mtp_depth: int,
 ) -> tuple[LayerKind, ...]:
     found = []
     for layer in range(layers):
-        attention = pattern[layer % len(pattern)] if pattern else "full"
+        attention = pattern[layer % len(pattern)]
         mixer: Literal["attention", "linear", "mamba", "none"]
         mixer = "attention" if attention == "full" or attention == "local" else attention
-        mlp: Literal["dense", "moe"] = "moe" if layer >= dense_layers else "dense"
-        found.append(LayerKind(mixer, mlp if not one_sublayer or mixer == "none" else "none"))
+        mlp: Literal["dense", "moe"] = "moe" if layer >= dense_layers and (layer + 1) % interval == 0 else "dense"
+        mlp_kind = mlp if not one_sublayer or mixer == "none" else "none"
+        normed = mixer == "attention" and norms[layer % len(norms)]
+        found.append(LayerKind(mixer, mlp_kind, norms_heads=normed, local=attention == "local"))
     return (*found, *[found[-1]._replace(predicts=True)] * mtp_depth)
 
 
@@ -414,9 +442,11 @@ def _problems(model: Model) -> Iterator[str]:
                 f"model.head_dim is {model.head_dim} but with mla it is qk_nope_head_dim + qk_rope_head_dim: "
                 f"try {model.qk_head_dim}, or leave it out"
             )
-        for name in ("qk_norm", "attention_sinks"):
+        for name in ("qk_norm", "qk_l2_norm", "attention_sinks"):
             if getattr(model, name):
                 yield f"model.{name} is true but mla has no such parameters: try false"
+        if model.attention_temperature is not None:
+            yield "model.attention_temperature is set but mla rotates queries in every layer: leave it out"
         if model.rotary_dim is not None:
             yield f"model.rotary_dim is {model.rotary_dim} but with mla qk_rope_head_dim is rotated: leave it out"
     elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
@@ -440,6 +470,16 @@ def _problems(model: Model) -> Iterator[str]:
         yield (
             f"model.attention_pattern is {list(model.attention_pattern)} but sliding_window {other}: give local layers and "
             "their window, or neither"
+        )
+    if model.chunked_window and model.sliding_window is None:
+        yield "model.chunked_window is true but no layer has a sliding window: give sliding_window: 8192, or try false"
+    if model.qk_l2_norm and (model.qk_norm or model.positions != "rotary"):
+        has = "qk_norm is true" if model.qk_norm else f"positions are {model.positions}"
+        yield f"model.qk_l2_norm is true but {has}, and it norms rotated queries and keys that have no other norm: try false"
+    if model.attention_temperature is not None and model.positions == "rotary" and all(model.rope_pattern):
+        yield (
+            "model.attention_temperature is set but every layer rotates, and none has it: leave it out, or give rope_pattern: "
+            "[true, true, true, false]"
         )
     if model.local_rope_theta is not None and model.sliding_window is None:
         yield f"model.local_rope_theta is {model.local_rope_theta:g} but no layer has a sliding window: leave it out"

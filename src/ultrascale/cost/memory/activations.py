@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ultrascale.cost.columns import Array, LayoutColumns, where
-from ultrascale.cost.flops import MAMBA_SEGMENT, windows
+from ultrascale.cost.flops import MAMBA_SEGMENT, reach
 from ultrascale.cost.memory.states import (
     ALTERNATE,
     FP32,
@@ -122,7 +122,9 @@ def norm_bytes(job: Job) -> int:
 
 def mixer(job: Job, columns: LayoutColumns, kind: LayerKind) -> dict[str, Array]:
     """Saved by attention, or by what is in its place, beside its norm and input."""
-    return {"attention": attention, "linear": linear_attention, "mamba": mamba}[kind.mixer](job, columns)
+    if kind.mixer == "attention":
+        return attention(job, columns, kind)
+    return {"linear": linear_attention, "mamba": mamba}[kind.mixer](job, columns)
 
 
 def mamba(job: Job, columns: LayoutColumns) -> dict[str, Array]:
@@ -166,7 +168,7 @@ def recurrent_output(job: Job, columns: LayoutColumns, kind: LayerKind) -> Array
     return np.asarray(compute_bytes(job) * columns.tokens(job.seq) * width / columns.tp)
 
 
-def attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
+def attention(job: Job, columns: LayoutColumns, kind: LayerKind) -> dict[str, Array]:
     model, tp, tokens, b = job.model, columns.tp, columns.tokens(job.seq), compute_bytes(job)
     kv_cut = np.minimum(tp, model.kv_heads)
     switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
@@ -194,7 +196,7 @@ def attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
     if model.attention_gate:  # after its sigmoid, and the output that it has weighed
         latents["attention gate"] = latents["gated attention output"] = b * tokens * model.q_dim / tp
     heads = tokens * (model.q_dim / tp + model.kv_dim / kv_cut)
-    if model.qk_norm and job.framework.keeps_heads_before_norm:
+    if kind.norms_heads and job.framework.keeps_heads_before_norm:
         latents["q, k before norm"] = norm_bytes(job) * heads
     if model.positions == "rotary" and job.framework.unrotated_heads:
         latents["q, k before rotation"] = b * heads
@@ -204,7 +206,7 @@ def attention(job: Job, columns: LayoutColumns) -> dict[str, Array]:
         return {**latents, "q, k, v": qkv, "attention output": output, "log-sum-exp": 4 * tokens * model.heads / tp}
     # Softmax output; with dropout also the mask (1 byte) and the dropped output: 5·a·s² of Korthikanti 2022 at two bytes.
     per_score = b + (1 + b if job.dropout else 0)
-    attended = sum(share * window for share, window in windows(model, job.seq))
+    attended = reach(model, job.seq, kind.local)
     return {
         **latents,
         "q, k, v": qkv,
@@ -253,13 +255,12 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
     sliced = routes_slices(job, columns)
     always = job.framework.sliced_routing == "always"  # Megatron-Core, where routing weighs activations instead of outputs
     slices = np.where(sliced, columns.sequence_cut, 1)
-    travelling = routed * model.hidden / columns.routed_cut(sliced)
     plain = eager(job, columns)
     # Without slices every tp rank has the whole sequence from the router on; eager, the router keeps its own fp32 copy of it.
     in_fp32 = plain | (job.framework.routing_format == "fp32")
-    copies = np.where(in_fp32, FP32 + b * bool(moe.shared_experts), b)
+    copies = np.where(in_fp32, FP32 + b * bool(moe.shared_experts or moe.scale_inputs), b)
     cast = {"compute": False, "fp32": job.framework.eager_activation, "fp32-gemm": True}[job.framework.routing_format]
-    weighed = 0 if always else FP32 if cast else b
+    weighed = 0 if always or moe.scale_inputs else FP32 if cast else b  # routing may weigh activations or inputs instead
     mlp_input = residual if always else copies * tokens * model.hidden / slices
     modules = {
         "mlp input": mlp_input,
@@ -267,8 +268,7 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
         "expert input": operand * rows * model.hidden,
         "expert matmuls": gate_bytes(job) * (1 + model.gated) * wide,
         "expert activation": (operand + b * job.framework.eager_activation) * wide,
-        # What comes home is as many rows as left, however busy some experts were.
-        "expert output": weighed * np.where(plain, travelling / busiest, travelling),
+        "expert output": weighed / b * expert_rows(job, columns),
     }
     if moe.shared_experts:
         shared = b * tokens * moe.shared_expert_ffn / columns.tp
@@ -276,6 +276,15 @@ def _moe(job: Job, columns: LayoutColumns, tokens: Array, b: int, residual: Arra
         if moe.shared_gate:  # eager, the gate's gradient asks for what it weighed
             modules["shared output"] = np.where(plain, b * tokens * model.hidden, 0.0)
     return modules
+
+
+def expert_rows(job: Job, columns: LayoutColumns) -> Array:
+    """Outputs of experts as they come home: as many as left, however busy some experts were."""
+    assert job.model.moe is not None
+    travelling = columns.tokens(job.seq) * job.model.moe.top_k * job.model.hidden
+    travelling = travelling / columns.routed_cut(routes_slices(job, columns))
+    busiest = np.where(eager(job, columns), 1, columns.busiest(job.cluster.efficiency.expert_imbalance))
+    return np.asarray(compute_bytes(job) * travelling * busiest)
 
 
 # Selective recomputation with flash attention keeps matmuls and computes the cheap operators again.
@@ -345,6 +354,8 @@ def _apply_policy(
         padded = job.model.qk_head_dim / (job.model.qk_head_dim + mla.v_head_dim)
         switches = (columns.cp > 1) & columns.is_("context_parallel", "ulysses")
         kept["attention output"] = kept["attention output"] * np.where(plain & ~switches, padded, 1.0)
+    if exact and job.model.moe is not None and job.model.moe.scale_inputs and "expert input" in kept:
+        kept["expert output"] = np.where(plain, expert_rows(job, columns), 0.0)
     if exact and "prediction inputs" in kept:  # of three tensors the embedding, which is not computed again
         kept["prediction inputs"] = np.where(plain, modules["prediction output"], kept["prediction inputs"])
     # Outputs of GEMMs: of attention's, and of the MLP's if a norm needs it.

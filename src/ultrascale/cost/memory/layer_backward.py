@@ -14,7 +14,7 @@ import numpy as np
 from ultrascale.cost.columns import Array, where
 from ultrascale.cost.flops import DELTA_CHUNK, MAMBA_SEGMENT
 from ultrascale.cost.memory import states
-from ultrascale.cost.memory.activations import LayerActivations, linear_attention, recurrent_output
+from ultrascale.cost.memory.activations import LayerActivations, expert_rows, linear_attention, recurrent_output
 from ultrascale.cost.memory.chunk import (
     AlikeLayers,
     ChunkMemory,
@@ -123,7 +123,7 @@ def _layer_events(chunk: ChunkMemory, kind: LayerKind, split: Array) -> dict[int
     """In which rows an event happens, for those that do not in all."""
     job, columns, event, moe = chunk.job, chunk.columns, LayerEvent, kind.has_experts
     mixes, has_mlp = kind.mixer != "none", kind.mlp != "none"
-    fused = uses_fused_blocks(job, columns) & (kind == LayerKind())
+    fused = uses_fused_blocks(job, columns) & kind.is_dense
     whole = states.compiled(job, columns) | fused
     eager, rmsnorm = ~whole, job.model.norm == "rmsnorm"
     return {
@@ -151,10 +151,10 @@ def _layer_tensors(chunk: ChunkMemory, alike: AlikeLayers, split: Array, in_fp8:
         yield activation("saved by a compiled block", layer.whole, LayerEvent.COMPILED, LayerEvent.COMBINE)
         gradients = _compiled_linear_gradients(chunk, layer) if kind.mixer == "linear" else layer.gradients
         yield activation("gradients in a compiled block", gradients, LayerEvent.COMPILED, LayerEvent.COMBINE)
-        if kind == LayerKind() and in_fp8:
+        if kind.is_dense and in_fp8:
             yield from _fused_fp8_layer(chunk, layer)
             yield from _fused_fp8_layer_input_grads(chunk, layer)
-        elif kind == LayerKind():
+        elif kind.is_dense:
             yield from _fused_layer(chunk, layer)
             yield from _fused_layer_input_grads(chunk, layer)
     yield from _saved(chunk, layer, moe)
@@ -212,7 +212,7 @@ def _fused_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) -> Ite
     yield activation("norm's output and gradient of its input", 2 * residual, out, end)
     yield activation("gathered output gradient of attention", gathered, out, attention)
     yield activation("gradient of attention's output", layer.modules["attention output"], out, attention)
-    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk, LayerKind()), attention, end)
     # Freed before the input gradient is scattered, or the norm's backward allocates.
     after = np.where(gathered > 0, residual, normed)
     copied = chunk.sharded & ~chunk.gathers_joined
@@ -284,7 +284,7 @@ def _fused_fp8_layer_input_grads(chunk: ChunkMemory, layer: LayerActivations) ->
     yield activation("the same, gathered or transposed", np.where(cut, gathered, residual) / b, out, attention)
     yield activation("gradient of attention's output", attended, out, attention)
     yield activation("attention's output, transposed", attended / b, out, end)
-    yield activation("gradients of output, q, k, v", _attention_gradients(chunk), attention, end)
+    yield activation("gradients of output, q, k, v", _attention_gradients(chunk, LayerKind()), attention, end)
     yield from _fp8_gate_up(chunk, residual + gathered, norm, out)
 
 
@@ -306,10 +306,11 @@ def _mlp_backward(chunk: ChunkMemory, layer: LayerActivations, moe: bool) -> Ite
     rows = layer.modules["expert input"] if moe else chunk.full_sequence
     gathered = chunk.gathered_sequence
     if moe:
-        out = layer.modules["expert output"]
+        out = expert_rows(chunk.job, chunk.columns)
         kept = event.DOWN_MATMUL if chunk.routed_only(moe) else event.END  # for the weights of a shared expert
         yield activation("gathered output gradient", gathered, event.COMBINE, event.DOWN_MATMUL, kept)
-        yield activation("gradient of weighted expert output", out, event.COMBINE, event.DOWN_MATMUL)
+        if "expert output" in layer.modules:
+            yield activation("gradient of weighted expert output", out, event.COMBINE, event.DOWN_MATMUL)
         yield activation("gradient of expert output", out, event.COMBINE, event.GATE, event.END)
         yield activation("input gradients of each expert", rows, event.EXPERT_ROWS, event.UP_MATMUL)
     else:
@@ -357,8 +358,8 @@ def _norm_and_attention_backward(chunk: ChunkMemory, kind: LayerKind, split: Arr
         yield activation("norm in fp32", workspace, norm, end)
     if kind.mixer == "none":
         return
-    of_mixer = {"attention": _attention_gradients, "linear": _delta_rule_gradients, "mamba": _state_space_gradients}
-    gradients = of_mixer[kind.mixer](chunk)
+    of_mixer = {"linear": _delta_rule_gradients, "mamba": _state_space_gradients}
+    gradients = _attention_gradients(chunk, kind) if kind.mixer == "attention" else of_mixer[kind.mixer](chunk)
     yield activation("gradients of output, q, k, v", gradients, event.ATTENTION, event.ATTENTION_NORM)
     if kind.mixer != "attention":  # freed by then, but for the deferred weight gradient of the last GEMM
         operands = recurrent_output(chunk.job, chunk.columns, kind) + chunk.gathered_sequence
@@ -372,7 +373,7 @@ def _norm_and_attention_backward(chunk: ChunkMemory, kind: LayerKind, split: Arr
     yield activation("output gradient of the MLP", of_mlp, event.ATTENTION, event.END)
 
 
-def _attention_gradients(chunk: ChunkMemory) -> Array:
+def _attention_gradients(chunk: ChunkMemory, kind: LayerKind) -> Array:
     """Gradients of the output, of queries, and of keys and values as the kernel writes them: one for every head of queries, and
     where heads share keys it reads copies of these. All-gathered keys and values are live beside gradients as long.
     """
@@ -400,7 +401,7 @@ def _attention_gradients(chunk: ChunkMemory) -> Array:
     for variant, size in by_variant.items():
         found = np.where((columns.cp > 1) & columns.is_("context_parallel", variant), size, found)
     # The norm of queries is computed in fp32 when the kernel's own gradients are freed.
-    return np.maximum(found, chunk.norm_workspace(query)) if model.qk_norm else found
+    return np.maximum(found, chunk.norm_workspace(query)) if kind.norms_heads else found
 
 
 def _compiled_linear_gradients(chunk: ChunkMemory, layer: LayerActivations) -> Array:

@@ -201,7 +201,7 @@ def fused_blocks_problem(job: Job) -> str | None:
         return f"attention scores of {model.name} are scaled or capped"
     if model.attention_sinks:
         return f"attention of {model.name} has sinks"
-    if model.qkv_bias or model.attention_output_bias or model.mlp_bias or model.qk_norm:
+    if model.qkv_bias or model.attention_output_bias or model.mlp_bias or model.qk_norm or model.qk_l2_norm:
         return f"{model.name} has biases, or norms of queries and keys"
     if model.sliding_window is not None and model.sliding_window < seq:
         return f"attention sees a window of {model.sliding_window} tokens"

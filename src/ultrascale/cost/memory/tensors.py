@@ -14,6 +14,7 @@ import numpy as np
 
 from ultrascale.cost.columns import Array, where
 from ultrascale.cost.memory import states
+from ultrascale.cost.memory.activations import expert_rows
 from ultrascale.cost.memory.chunk import (
     AlikeLayers,
     ChunkMemory,
@@ -26,7 +27,6 @@ from ultrascale.cost.memory.chunk import (
     walk,
 )
 from ultrascale.cost.memory.states import compute_bytes, gradient_bytes, uses_fused_blocks
-from ultrascale.specs.blocks import LayerKind
 
 
 class ChunkEvent(IntEnum):
@@ -123,7 +123,7 @@ def _forward_end(chunk: ChunkMemory) -> Iterator[TensorLifetime]:
             yield buffer("gradient sent to the previous stage", np.where(there, chunk.sent_gradient, 0.0), start, end)
             continue
         sizes = {
-            "expert rows, received and weighted": 2 * layer.modules["expert output"],
+            "expert rows, received and weighted": 2 * expert_rows(chunk.job, chunk.columns),
             "sum of each token's rows": chunk.full_sequence,
             "gathered input": chunk.gathered_sequence,
             "layer's normed input": chunk.residual,
@@ -267,7 +267,7 @@ def _layer_weight_grads(chunk: ChunkMemory, alike: AlikeLayers, done: Array) -> 
     if alike.moe:
         # Experts one after the other, each matrix stacked from those of each expert; then the rest, if it is larger.
         wide, nothing = modules["expert activation"], 0.0 * matrix
-        down = modules["expert output"] + wide
+        down = expert_rows(job, chunk.columns) + wide
         yield nothing, nothing, 2 * matrix
         yield -down - gated * wide, gated * matrix + matrix, 2 * matrix
         freed = down + up * wide + modules["expert input"] + outputs + attended
@@ -281,7 +281,7 @@ def _layer_weight_grads(chunk: ChunkMemory, alike: AlikeLayers, done: Array) -> 
     wide, together = modules["mlp activation"], fused & (gathered > 0)
     yield np.where(fused, two, 0.0), 0.0, matrix
     yield np.where(together, two, gathered - (outputs + wide) / narrow), matrix, up * matrix
-    if alike.kind == LayerKind():
+    if alike.kind.is_dense:
         mlp = (1 + up) * wide + chunk.residual + 2 * outputs + attended
         yield gathered - mlp / narrow, (1 + up) * matrix, weights - (1 + up) * matrix
 
