@@ -133,6 +133,48 @@ def test_a_run_that_resumes_inside_a_ramp_is_the_run_that_was_not_interrupted(ru
     assert [row[2] for row in rows(tmp_path / "pp")] == pytest.approx(losses, rel=1e-5)
 
 
+def test_a_run_that_resumes_inside_a_stage_of_sequence_length(run: Run, tmp_path: Path) -> None:
+    """Sequences of 4, 4, 8, 8 and 16 tokens, resumed after the first step, in another layout, and up to the fourth."""
+    words = ("--seq", 16, "job.batch_tokens=128", "train.seq_stages=4:256,8:512", "train.eval_every=2", *WORDS[2:])
+    whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
+    code, _, err = run(
+        "train", "--model", SMALL, "--steps", 5, "--out", whole, *words, "checkpoint.every=1", "checkpoint.keep=0"
+    )
+    assert code == 0, err
+    assert "sequences: 4 for 2 steps, 8 for 2 steps, then 16 tokens" in " ".join(err.split())
+    assert "of the last sequences, of job.seq = 16 tokens" in " ".join(err.split())
+    first = whole / "checkpoints" / "step-000001"
+    code, _, err = run("train", "--resume", first, "--out", cut)
+    assert code == 0, err
+
+    def rows(folder: Path) -> list[tuple[object, ...]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [tuple(line.get(name) for name in ("step", "tokens", "loss", "grad_norm", "eval_loss")) for line in lines]
+
+    assert [row[1] for row in rows(whole)] == [128, 256, 384, 512, 640]
+    assert rows(cut) == rows(whole)[1:]
+    code, _, err = run("train", "--resume", first, "--out", other, "--nproc", 2, "layout.dp=1", "layout.pp=2", "layout.mbs=2")
+    assert code == 0, err
+    assert [row[2] for row in rows(other)] == pytest.approx([row[2] for row in rows(cut)], rel=1e-5)
+    code, _, err = run("train", "--resume", whole / "checkpoints" / "step-000003", "train.seq_stages=8:512")
+    assert code == 2
+    assert "train.seq_stages is 8:512 but the run was trained with 4:256,8:512 up to step 3" in err.replace("\n", " ")
+    code, _, err = run("train", "--resume", first, "--nproc", 2, "layout.tp=1", "layout.cp=2", "train.seq_stages=2:256,8:512")
+    assert code == 2
+    assert "train.seq_stages has sequences of 2 tokens, and with these" in err.replace("\n", " ")
+
+
+def test_a_run_that_ends_in_a_stage_is_compared_with_the_plan_of_its_sequences(run: Run, tmp_path: Path) -> None:
+    words = ("--seq", 16, "job.batch_tokens=128", "train.seq_stages=4:256,8:10k", "layout.mbs=2", *WORDS[2:])
+    code, printed, err = run("train", "--model", SMALL, "--steps", 5, "--out", tmp_path / "short", *words)
+    assert code == 0, err
+    assert "one step of 128 tokens" in printed
+    measured = json.loads((tmp_path / "short" / "measurement.json").read_text())
+    assert (measured["seq"], measured["batch_tokens"]) == (8, 128)
+    compared = load(tmp_path / "short")
+    assert (compared.plan.job.seq, compared.plan.layout.mbs, compared.plan.layout.gas) == (8, 4, 4)
+
+
 def test_a_run_that_ends_in_its_ramp_is_compared_with_the_plan_of_that_batch(run: Run, tmp_path: Path) -> None:
     """Batches of 2, 2, 4, 4 and 8 sequences: two steps have the second, and one of them counts memory."""
     words = ("--seq", 16, "job.batch_tokens=128", "train.batch_ramp=32:64,64:192", *WORDS[2:])

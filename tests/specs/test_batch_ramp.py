@@ -15,9 +15,9 @@ def test_llama_3s_batches() -> None:
     first = 61  # 252,000,000 / 4,194,304 = 60.08
     second = 342_101  # (2.87e12 − 61 · 4,194,304) / 8,388,608 = 342,100.2
     assert ramp.stages == (
-        RampStage(0, 0, 512),
-        RampStage(first, first * 512, 1024),
-        RampStage(first + second, first * 512 + second * 1024, 2048),
+        RampStage(0, 0, 512, 8192),
+        RampStage(first, first * 512, 1024, 8192),
+        RampStage(first + second, first * 512 + second * 1024, 2048, 8192),
     )
     assert ramp.tokens_before(first) == first * 2**22
     assert [ramp.tokens(step) for step in (0, 60, 61, ramp.end - 1, ramp.end)] == [2**22, 2**22, 2**23, 2**23, 2**24]
@@ -69,3 +69,20 @@ def test_the_batch_that_is_measured_is_that_of_two_steps() -> None:
     ramp = BatchRamp.of("32:64,64:192", 16, 8)
     assert [ramp.first_measured(0, end) for end in (1, 2, 3, 4, 5, 6)] == [0, 0, 0, 2, 2, 4]
     assert [ramp.first_measured(start, 6) for start in (3, 5)] == [4, 5]
+
+
+def test_stages_of_sequence_length_share_the_batches() -> None:
+    """Of windows of 16 tokens: batches of 2 until 100 tokens, then of 10; sequences of 4 tokens until 64, of 8 until 500."""
+    ramp = BatchRamp.of("32:100", 16, 10, "4:64,8:500")
+    plain = BatchRamp.of("32:100", 16, 10)
+    assert [ramp.at(step).seq for step in range(9)] == [4, 4, 8, 8, 8, 8, 8, 16, 16]  # 128 tokens before step 4, 448 before 6
+    assert [ramp.sequences_before(step) for step in range(9)] == [plain.sequences_before(step) for step in range(9)]
+    assert (ramp.end, ramp.divisor) == (7, 2)
+    assert str(ramp) == "32 for 4 steps, then 160"
+    assert ramp.lengths == "4 for 2 steps, 8 for 5 steps, then 16"
+    assert ramp.through(6) == plain.through(6)
+    assert BatchRamp.of(None, 16, 10, "4:1,8:2").lengths == "4 for 1 step, then 16"
+    with pytest.raises(
+        SpecError, match=r"train\.seq_stages has 8:20 after 16:10 but lengths and limits must grow: try 16:10,32:20"
+    ):
+        Training().changed(seq_stages="16:10,8:20")

@@ -98,7 +98,8 @@ def announce(request: Request) -> None:
     from ultrascale.train.log import batch_line
 
     console = terminal(to_errors=True)
-    batch = batch_line(request.layout, request.job.seq, request.training.batch_ramp)
+    training = request.training
+    batch = batch_line(request.layout, request.job.seq, training.batch_ramp, training.seq_stages)
     console.print(f"{request.job.model.name}: {request.layout}; {batch}")
     if launcher.has_gpu():
         console.print(request.job.mfu_convention)

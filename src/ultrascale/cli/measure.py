@@ -333,6 +333,11 @@ def _profiled(words: list[str], steps: int, nproc: int | None, out: Path | None)
             f"train.batch_ramp is {ramp} but the steps of a profile have one batch: leave it out, or try "
             f"job.batch_tokens={smaller} for a step of the ramp"
         )
+    if (stages := request.training.seq_stages) is not None:
+        raise SpecError(
+            f"train.seq_stages is {stages} but the steps of a profile have one length: leave it out, or try "
+            f"job.seq={stages.partition(':')[0]} for a step of the first stage"
+        )
     folder = out or Path("runs") / f"{folder_name(request.job.model.name)}-profile-{datetime.now():%Y%m%d-%H%M%S}"
     import_torch()
     from ultrascale.measure import profile as measure

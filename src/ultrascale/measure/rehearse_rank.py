@@ -103,7 +103,11 @@ def _rehearsed(
         memory = _accounted(engine, tracker)
     # A step reads inputs and targets of all its micro-batches before it computes.
     unread = (
-        (layout.gas - short.microbatches) * layout.mbs * len(engine.here) * (2 + 2 * job.model.mtp_depth) * torch.int64.itemsize
+        (layout.gas - short.microbatches)
+        * layout.mbs
+        * len(engine.here[job.seq])
+        * (2 + 2 * job.model.mtp_depth)
+        * torch.int64.itemsize
     )
     return Rehearsal(
         rank=rank,
@@ -158,12 +162,12 @@ def _warm_up_gather(engine: Engine) -> None:
     for stage, chunk in engine.pipeline.chunks.items():
         if not isinstance(chunk.gradients, FSDPGrads):
             continue
-        tokens = torch.zeros(mesh.layout.mbs, len(engine.positions), dtype=torch.int64, device=mesh.device)
+        tokens = torch.zeros(mesh.layout.mbs, len(engine.positions[engine.job.seq]), dtype=torch.int64, device=mesh.device)
         states = torch.zeros(boundary_shape(job, mesh.layout), dtype=build.compute_format(job, mesh), device=mesh.device)
         last = stage == engine.pipeline.last_stage
         depth = job.model.mtp_depth
         wanted = {"targets": tokens} | ({"ahead": tokens_ahead(tokens, tokens, depth)} if depth else {})
-        chunk.gradients.module(tokens if stage == 0 else states, engine.positions, **(wanted if last else {}))
+        chunk.gradients.module(tokens if stage == 0 else states, engine.positions[engine.job.seq], **(wanted if last else {}))
         for part in chunk.gradients.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -32,6 +32,7 @@ from ultrascale.train.supported import job_problem, layout_problem
 
 STEPS, SEQ, SEQUENCES = 6, 32, 8
 RAMPS = tuple(text([(SEQ * sequences, 2 * SEQ * SEQUENCES)]) for sequences in (SEQUENCES // 4, SEQUENCES // 2))
+LENGTHS = tuple(text([(SEQ // parts, 2 * SEQ * SEQUENCES)]) for parts in (4, 2))
 LR = 2e-3  # at 1e-2, updates are as large as weights, and one rounding grows to half a gradient norm within five steps
 TIMEOUT_S = 60.0
 CANDIDATES_PER_PROGRAM = 64  # programs drawn for each one that is taken
@@ -391,6 +392,8 @@ class ProgramGenerator:
             found["clip_value"] = 5e-3
         if chance() < 0.2:
             found["batch_ramp"] = self.random.choice(RAMPS)
+        if chance() < 0.2:
+            found["seq_stages"] = self.random.choice(LENGTHS)
         return found
 
     def _launch(self, layout: Layout, before: Launch | None, number: int) -> Launch:

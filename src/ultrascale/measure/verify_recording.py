@@ -78,12 +78,16 @@ class Tracer:
                 tensor.register_hook(partial(self._keep, backward, key, rows))  # type: ignore[no-untyped-call]
 
     def _keep(self, where: list[ModuleShard], key: str, rows: tuple[int, ...], tensor: Tensor) -> None:
-        where.append(ModuleShard(key, rows, self._positions(tensor.shape[1]), tensor.detach().clone()))
+        cut = tensor.shape[0] // len(rows)  # train.seq_stages: into so many shorter sequences
+        positions, whole = self._positions(tensor.shape[1], cut), torch.unflatten(tensor.detach(), 0, (-1, cut)).flatten(1, 2)
+        where.append(ModuleShard(key, rows, positions, whole.clone()))
 
-    def _positions(self, length: int) -> Tensor:
-        """This rank's part of the sequence, or its sequence-parallel slice of that."""
-        here = self.engine.here
-        return here if length == len(here) else here.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
+    def _positions(self, length: int, cut: int) -> Tensor:
+        """This rank's parts of the sequences, or its sequence-parallel slices of these, in whole sequences."""
+        seq = self.engine.job.seq // cut
+        here = self.engine.here[seq]
+        here = here if length == len(here) else here.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
+        return torch.cat([here + seq * part for part in range(cut)])
 
     def _complete(self, part: ModuleShard) -> Tensor:
         """A gradient averaged over data ranks, and summed over the ranks that share its keys and values."""

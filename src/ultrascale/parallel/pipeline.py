@@ -104,13 +104,19 @@ class PipelineLinks:
     """Point-to-point communication of this rank with its pipeline neighbours."""
 
     mesh: Mesh
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int]
+    """of a message: sequences, tokens of each on this rank, and the hidden size"""
     dtype: torch.dtype
     groups: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.mesh.pp.size > 1:
             self.groups = self.mesh.links()
+
+    def begin(self, batch: Batch) -> None:
+        """Messages have the batch's sequences, which may be more and shorter than the last one's."""
+        rows, (sequences, tokens, hidden) = len(batch.microbatches[0][0]), self.shape
+        self.shape = rows, sequences * tokens // rows, hidden
 
     def send(self, x: torch.Tensor, target: int, tag: int) -> dist.Work | None:
         peer = self.mesh.pp.ranks[target]
@@ -182,7 +188,7 @@ class Pipeline:
         chunks: Sequence[StageChunk],
         schedule: Schedule,
         mesh: Mesh,
-        shape: tuple[int, ...],
+        shape: tuple[int, int, int],
         dtype: torch.dtype,
         scales: Float8GatherScales | None = None,
         losses: int = 1,
@@ -203,6 +209,7 @@ class Pipeline:
 
     def step(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
         """Runs one step, forward and backward; returns the sums of this rank's losses. `scale` [] weighs each token's loss."""
+        self.links.begin(batch)
         route = self._route(len(batch.microbatches))
         actions = route.actions[self.rank]
         split_stages = {action.stage for action in actions if action.kind is ActionKind.W}
@@ -244,6 +251,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Runs all forwards; returns the sum of this rank's cross-entropy of next tokens."""
+        self.links.begin(batch)
         route = forwards_only(self.schedule)
         mailbox = _StageMailbox(route, self.rank, self.links, self.mesh.clock)
         total = torch.zeros((), device=self.mesh.device)

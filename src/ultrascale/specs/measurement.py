@@ -71,7 +71,9 @@ class Measurement(FrozenSpec):
     steps: int
     """how many the medians are taken over"""
     batch_tokens: int | None = None
-    """in each of these steps, where train.batch_ramp has other batches than the job's"""
+    """in each of these steps, where train.batch_ramp or train.seq_stages have others than the job's"""
+    seq: int | None = None
+    """tokens of their sequences, where train.seq_stages has others than the job's"""
     processes: int
     device: str
     notes: tuple[str, ...] = ()
@@ -80,8 +82,9 @@ class Measurement(FrozenSpec):
         """The job and the layout with the batch that was measured."""
         if self.batch_tokens is None:
             return job, layout
-        gas = self.batch_tokens // (layout.mbs * layout.dp * job.seq)
-        return job.changed(batch_tokens=self.batch_tokens), layout.changed(gas=gas)
+        gas, seq = self.batch_tokens // (layout.mbs * layout.dp * job.seq), self.seq or job.seq
+        shorter = layout.changed(gas=gas, mbs=layout.mbs * job.seq // seq)
+        return job.changed(batch_tokens=self.batch_tokens, seq=seq), shorter
 
     def save(self, path: Path) -> None:
         write_text(path, self.model_dump_json(indent=1) + "\n")

@@ -63,6 +63,14 @@ class Training(FrozenSpec):
     )
     lr_schedule: LrSchedule = Field("cosine", description="after warm-up; wsd: stay, then decay linearly at the end")
     decay_fraction: float = Field(0.2, ge=0, le=1, strict=True, description="wsd: the last share of the steps, which decays")
+    seq_stages: str | None = Field(
+        None,
+        min_length=1,
+        strict=True,
+        examples=[batch_ramp.LENGTHS],
+        description="shorter sequences at first, LENGTH:UNTIL,…: tokens of a sequence (2k = 2,048), and tokens trained on "
+        "until which steps have it; then job.seq; null: all alike",
+    )
     batch_ramp: str | None = Field(
         None,
         min_length=1,
@@ -222,6 +230,13 @@ class Training(FrozenSpec):
     @classmethod
     def _ramp_in_tokens(cls, value: str | None) -> str | None:
         return None if value is None else batch_ramp.text(batch_ramp.parse(value, f"{WHAT}.batch_ramp"))
+
+    @field_validator("seq_stages")
+    @classmethod
+    def _lengths_in_tokens(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        return batch_ramp.text(batch_ramp.parse(value, f"{WHAT}.seq_stages", "length", batch_ramp.LENGTHS))
 
     @field_validator("log", mode="before")
     @classmethod

@@ -94,10 +94,10 @@ class RouterBalance:
             router.sum_over_sequence = (lambda counts: comm.all_reduce(counts, mesh.cp)) if mesh.cp.size > 1 else None
 
     def set_loss_weight(self, weight: float) -> None:
-        """Called before a step's first forward. `weight`: the factor of the gradients of one token's loss."""
+        """Called before a step's first forward. `weight`: the factor of the gradients of one sequence's mean loss."""
         # The loss is a mean over sequences and layers. Each tp rank computes all of it, and their gradients are summed.
         share = self.training.balance_loss / (len(self.layers) * self.mesh.tp.size)
-        self.balance_grad.fill_(share * weight * self.job.seq)
+        self.balance_grad.fill_(share * weight)
 
     def take(self, sequences: int) -> RouterLoads:
         """The loads of a step with so many sequences, the same on every rank; called after its last backward."""

@@ -103,9 +103,12 @@ class Engine:
         self._loads: RouterLoads | None = None
         self.scale = LossScale(training, used=job.precision == "fp16")
         layout = mesh.layout
-        self.ramp = BatchRamp.of(training.batch_ramp, job.seq, layout.mbs * layout.dp * layout.gas)
-        self.here = context.positions(job.seq, mesh.cp, mesh.layout.context_parallel)
-        self.positions = self.here.to(mesh.device)
+        sequences = layout.mbs * layout.dp * layout.gas
+        self.ramp = BatchRamp.of(training.batch_ramp, job.seq, sequences, training.seq_stages)
+        lengths = {job.seq, *(stage.seq for stage in self.ramp.stages)}
+        self.here = {seq: context.positions(seq, mesh.cp, layout.context_parallel) for seq in lengths}
+        """positions of this rank's slice of a sequence, by its length"""
+        self.positions = {seq: here.to(mesh.device) for seq, here in self.here.items()}
         self._prefetcher = BatchPrefetcher(self._host_rows, end=training.steps)
         self.stop_requested = False
         """set on a rank that received a stop signal; the result of the next step has `stop` on every rank"""
@@ -143,8 +146,8 @@ class Engine:
     def _forward_and_backward(self) -> torch.Tensor:
         assert self._batch is not None
         if self.balance is not None:
-            tokens = self._sequences(self._batch) * self.job.seq
-            self.balance.set_loss_weight(self.scale.value * self.mesh.data.size / tokens)
+            sequences = self._sequences(self._batch)
+            self.balance.set_loss_weight(self.scale.value * self.mesh.data.size / sequences)
         with profile_range("forward and backward"):
             loss = self.pipeline.step(self._batch, self._loss_weight)
         with profile_range("gradients"):
@@ -215,12 +218,13 @@ class Engine:
         """This rank's part of the batch of step `number`, or of batch `number` of the held-out text."""
         found, losses = self._host_rows(number, held_out=True) if held_out else self._prefetcher.take(number)
         has_ahead = self.job.model.mtp_depth > 0 and not held_out
+        positions = self.positions[self.job.seq if held_out else self.ramp.at(number).seq]
         if self.cuda_graphs is not None and not held_out:
             self.cuda_graphs.paused = number < self.ramp.end
             if not self.cuda_graphs.paused:
-                return Batch(self.cuda_graphs.copy_rows(found), self.positions, losses, has_ahead)
+                return Batch(self.cuda_graphs.copy_rows(found), positions, losses, has_ahead)
         microbatches = [tuple(part.to(self.mesh.device, non_blocking=True) for part in parts) for parts in found]
-        return Batch(microbatches, self.positions, losses, has_ahead)
+        return Batch(microbatches, positions, losses, has_ahead)
 
     def _host_rows(self, number: int, held_out: bool = False) -> tuple[list[tuple[torch.Tensor, ...]], int]:
         """Per micro-batch, inputs, targets, with a document mask document indices, in training what multi-token prediction
@@ -230,6 +234,7 @@ class Engine:
         read = batches.evaluation if held_out else batches.train
         found = []
         gas = layout.gas if held_out else self.ramp.sequences(number) // (layout.mbs * layout.dp)
+        seq = self.job.seq if held_out else self.ramp.at(number).seq
         for k in range(gas):
             rows = rows_of(layout, place.dp, k)
             parts: tuple[torch.Tensor, ...] = read(number, rows)
@@ -237,16 +242,18 @@ class Engine:
                 parts = (*parts, batches.documents(number, rows, held_out))
             if depth and not held_out:
                 parts = (*parts, tokens_ahead(parts[0], parts[1], depth, *parts[2:]))
-            found.append(tuple(self._own_slice(part) for part in parts))
+            found.append(tuple(self._own_slice(part, seq) for part in parts))
         return found, batches.losses(number, held_out)
 
     def _sequences(self, batch: Batch) -> int:
         """Of the global batch, over all ranks."""
-        return len(batch.microbatches) * self.mesh.layout.mbs * self.mesh.layout.dp
+        return sum(len(parts[0]) for parts in batch.microbatches) * self.mesh.layout.dp
 
-    def _own_slice(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of the sequences; in pinned memory for a GPU, so that the copy is asynchronous."""
-        part = tokens[:, self.here]
+    def _own_slice(self, tokens: torch.Tensor, seq: int) -> torch.Tensor:
+        """This rank's slice of the sequences, cut into those of `seq` tokens; in pinned memory for a GPU, so that the copy is
+        asynchronous.
+        """
+        part = torch.unflatten(tokens, 1, (-1, seq)).flatten(0, 1)[:, self.here[seq]]
         return part.pin_memory() if self.mesh.device.type == "cuda" else part
 
     def _complete_gradients(self) -> None:

@@ -236,13 +236,17 @@ def progress_line(record: StepRecord, total_steps: int, eta_s: float | None, wid
     return " · ".join(words.values())
 
 
-def batch_line(layout: Layout, seq: int, ramp: str | None = None) -> str:
-    """The global batch in sequences and tokens, its factors, and the smaller batches of train.batch_ramp."""
+def batch_line(layout: Layout, seq: int, ramp: str | None = None, lengths: str | None = None) -> str:
+    """The global batch in sequences and tokens, its factors, the smaller batches of train.batch_ramp and the shorter sequences
+    of train.seq_stages.
+    """
     sequences = layout.mbs * layout.dp * layout.gas
     noun = "sequence" if sequences == 1 else "sequences"
     factors = f"mbs {layout.mbs} × dp {layout.dp} × gas {layout.gas}"
     line = f"batch: {sequences:,} {noun} × {seq} = {layout.batch_tokens(seq):,} tokens ({factors})"
-    return f"{line}; ramp: {BatchRamp.of(ramp, seq, sequences)} tokens a step" if ramp else line
+    stages = BatchRamp.of(ramp, seq, sequences, lengths)
+    line += f"; ramp: {stages} tokens a step" if ramp else ""
+    return f"{line}; sequences: {stages.lengths} tokens" if lengths else line
 
 
 def duration(value_s: float) -> str:
@@ -267,9 +271,11 @@ class MetricsRecorder:
         """`start`: steps done before this launch."""
         self.request = request
         layout, job = request.layout, request.job
-        self.ramp = BatchRamp.of(request.training.batch_ramp, job.seq, layout.mbs * layout.dp * layout.gas)
-        per_token = flops.model_flops(job.model, job.seq, causal=True)
-        self.mfu: Callable[[float], float | None] = lambda rate: rate * per_token / peak_flops if peak_flops else None
+        training, sequences = request.training, layout.mbs * layout.dp * layout.gas
+        self.ramp = BatchRamp.of(training.batch_ramp, job.seq, sequences, training.seq_stages)
+        per_token = {stage.seq: flops.model_flops(job.model, stage.seq, causal=True) for stage in self.ramp.stages}
+        self.mfu: Callable[[float, int], float | None]
+        self.mfu = lambda rate, seq: rate * per_token[seq] / peak_flops if peak_flops else None
         sinks = open_sinks(request.training.log, out, {"layout": str(layout), "model": job.model.name}) if out else []
         self.log = MetricsLog(out, start if request.continues_in(out) else None, sinks) if out else None
         self.progress = None if quiet else ProgressLine(sys.stderr, request.training.steps, self.ramp.tokens_before)
@@ -293,7 +299,7 @@ class MetricsRecorder:
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens_per_s_per_gpu=rate,
-            mfu=self.mfu(rate),
+            mfu=self.mfu(rate, self.ramp.at(done - 1).seq),
             peak_gib=peak_bytes() / GIB,
             data_wait_s=data_s,
             step_time_s=step_s,

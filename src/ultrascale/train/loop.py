@@ -39,17 +39,17 @@ class StepStats:
     optimizer_s: list[float] = field(default_factory=list)
     data_s: list[float] = field(default_factory=list)
     waits_s: list[dict[str, float]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """in the batch of each step"""
+    batches: list[tuple[int, int]] = field(default_factory=list)
+    """tokens of each step, and of its sequences"""
     memory: MeasuredMemory | None = None
 
-    def of_batch(self, tokens: int) -> StepStats:
-        """Only the steps with a batch of so many tokens; with the largest, if none has."""
-        tokens = tokens if tokens in self.tokens else max(self.tokens, default=tokens)
-        of = [batch == tokens for batch in self.tokens]
+    def of_batch(self, wanted: tuple[int, int]) -> StepStats:
+        """Only the steps with such a batch; with the largest, if none has."""
+        wanted = wanted if wanted in self.batches else max(self.batches, default=wanted)
+        of = [batch == wanted for batch in self.batches]
         step_s, optimizer_s, data_s = (list(compress(one, of)) for one in (self.step_s, self.optimizer_s, self.data_s))
         return StepStats(
-            step_s, optimizer_s, data_s, list(compress(self.waits_s, of)), list(compress(self.tokens, of)), self.memory
+            step_s, optimizer_s, data_s, list(compress(self.waits_s, of)), list(compress(self.batches, of)), self.memory
         )
 
 
@@ -139,13 +139,18 @@ class Loop:
                 break
         if not self.stats.step_s:  # the run has only one step
             self.stats = replace(slowed, memory=self.stats.memory)
-        self.stats = self.stats.of_batch(self.engine.ramp.tokens(measured))
+        self.stats = self.stats.of_batch(self._batch(measured))
         if self.checkpoints is not None and self.done > start:
             self.at(self.done, "saving")
             if self.recorder is not None:
                 self.recorder.sync()
             self.checkpoints.reached_loss = self.reached_loss
             self.checkpoints.save_final(self.done)
+
+    def _batch(self, number: int) -> tuple[int, int]:
+        """Tokens of a step, and of its sequences."""
+        ramp = self.engine.ramp
+        return ramp.tokens(number), ramp.at(number).seq
 
     def _after(self, result: StepResult, stats: StepStats) -> None:
         training = self.engine.training
@@ -192,7 +197,7 @@ class Loop:
             result = self._update(number, loss)
         end = time.perf_counter()
         self._stalled += stalled
-        stats.tokens.append(engine.ramp.tokens(number))
+        stats.batches.append(self._batch(number))
         stats.step_s.append(end - start)
         stats.data_s.append(read - start)
         stats.optimizer_s.append(end - backward - stalled)
@@ -220,10 +225,11 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         return None
     warm = stats.step_s[1:] or stats.step_s  # the first step includes compilation and first touches of memory
     step_s = statistics.median(warm)
-    rate = stats.tokens[-1] / step_s
-    per_token = flops.model_flops(job.model, job.seq)
+    tokens, seq = stats.batches[-1]
+    rate = tokens / step_s
+    per_token = flops.model_flops(job.model, seq)
     hardware = partial(
-        flops.hardware_flops, job.model, job.seq, layout.recompute, job.attention, recomputed=recomputed_fraction(job, layout),
+        flops.hardware_flops, job.model, seq, layout.recompute, job.attention, recomputed=recomputed_fraction(job, layout),
         fused=engine.kernels.fused,
     )  # fmt: skip
     stages = _stages(everyone)
@@ -241,7 +247,7 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         tokens_per_s_per_gpu=rate / layout.gpus,
         mfu=utilisation(per_token),
         hfu=utilisation(hardware()),
-        mfu_causal=utilisation(flops.model_flops(job.model, job.seq, causal=True)),
+        mfu_causal=utilisation(flops.model_flops(job.model, seq, causal=True)),
         hfu_causal=utilisation(hardware(causal=True)),
         model_tflops_per_gpu=rate / layout.gpus * per_token / 1e12,
         peak_gib=fullest.memory.total / GIB,
@@ -250,7 +256,8 @@ def measurement(engine: Engine, stats: StepStats, peak_flops: float | None) -> M
         memory=tuple(stages),
         time=_time([one[0] for one in everyone], step_s, on_cpu, not untimed),
         steps=len(warm),
-        batch_tokens=stats.tokens[0] if stats.tokens[0] != layout.batch_tokens(job.seq) else None,
+        batch_tokens=tokens if (tokens, seq) != (layout.batch_tokens(job.seq), job.seq) else None,
+        seq=seq if seq != job.seq else None,
         processes=layout.gpus,
         device=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         notes=tuple(_notes(engine, on_cpu and untimed)),

@@ -32,7 +32,7 @@ from ultrascale.specs.validate import build, shown
 from ultrascale.train import checkpoint, history, supported
 from ultrascale.train.checkpoint import Checkpoint
 from ultrascale.train.history import LastLaunch
-from ultrascale.train.supported import RAMP
+from ultrascale.train.supported import LENGTHS, RAMP
 
 JOB_FIELDS = ("seq", "batch_tokens", "precision", "gradients", "optimizer", "ema", "adapter_rank", "adapter_targets")
 TRY_SEQ, TRY_SEQUENCES = 128, 16  # for a run without a plan: seconds on a laptop, divisible by most small layouts
@@ -312,7 +312,7 @@ def _request(
     elif "virtual_stages" not in fixed and "schedule" in fixed:
         follows["virtual_stages"] = REGISTRY[layout.schedule].least_stages
     layout = layout.changed(**follows)
-    ramp = BatchRamp.of(training.batch_ramp, job.seq, job.sequences)
+    ramp = BatchRamp.of(training.batch_ramp, job.seq, job.sequences, training.seq_stages)
     layout = layout.changed(**_batch(ramp, layout, fixed, base == Layout()))
     if overrides.auto_recompute and layout.gpus == world:
         layout = fastest_recompute(job, layout)
@@ -321,8 +321,11 @@ def _request(
         notes.append("to fit: " + ", ".join(f"layout.{name}={value}" for name, value in changed.items()))
     if layout.gpus != world:
         raise SpecError(_world_sentence(job, layout, training, world))
-    left = stages_left(training.batch_ramp, ramp.tokens_before(done))
-    supported.check(job, layout, training.changed(batch_ramp=left))
+    trained = ramp.tokens_before(done)
+    left = {name: stages_left(getattr(training, name), trained) for name in ("batch_ramp", "seq_stages")}
+    supported.check(job, layout, training.changed(**left))
+    if left["seq_stages"] is not None:
+        notes.append(f"a plan and its estimate are of the last sequences, of job.seq = {job.seq} tokens")
     if (plain := left_in_bf16(job, layout, training)) is not None:
         notes.append(plain)
     corpora.check(training, job.model.vocab, job.seq)
@@ -424,8 +427,17 @@ def _refuse_unresumable(given: Request, source: Checkpoint) -> None:
 
 def _refuse_other_batches(given: Request, source: Checkpoint) -> None:
     """Steps that are done keep their batches: the data that follows, and the tokens of all logs, are counted by them."""
-    now, then = (BatchRamp.of(one.training.batch_ramp, one.job.seq, one.job.sequences) for one in (given, source))
+    now, then = (
+        BatchRamp.of(one.training.batch_ramp, one.job.seq, one.job.sequences, one.training.seq_stages)
+        for one in (given, source)
+    )
     changes = {stage.step for stage in (*now.stages, *then.stages) if stage.step < source.step}
+    if any(now.at(step).seq != then.at(step).seq for step in changes):
+        raise SpecError(
+            f"{LENGTHS} is {given.training.seq_stages or 'null'} but the run was trained with "
+            f"{source.training.seq_stages or 'null'} up to step {source.step}: leave it out, change what comes later alone, or "
+            f"begin a new run with --weights {source.folder}"
+        )
     if all(now.sequences(step) == then.sequences(step) for step in changes):
         return
     name, value, trained = "job.batch_tokens", str(given.job.batch_tokens), str(source.job.batch_tokens)

@@ -15,7 +15,7 @@ from ultrascale.specs.job import Job
 from ultrascale.specs.layout import Layout
 from ultrascale.specs.training import OPTIMIZER_SETTINGS, WHAT, Training
 
-RAMP = f"{WHAT}.batch_ramp"
+RAMP, LENGTHS = f"{WHAT}.batch_ramp", f"{WHAT}.seq_stages"
 # 1 + 2·z_loss·logsumexp, times FACTOR of kernels/float8.py, stays below e5m2's largest number for a log-sum-exp up to 375.
 FP8_MAX_Z_LOSS = 1e-3
 
@@ -78,6 +78,7 @@ def _problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
             "model.mtp_depth=1"
         )
     yield from _ramp_problems(job, layout, training)
+    yield from _length_problems(job, layout, training)
     yield from _expert_problems(job, layout, training)
     yield from _optimizer_problems(job, training)
     if training.fp8_gather == "fp8" and (why := why_not_gathered_in_fp8(job, layout, training)) is not None:
@@ -110,6 +111,21 @@ def _ramp_problems(job: Job, layout: Layout, training: Training) -> Iterator[str
             works = next((str(more * one) for more in larger), f"layout.schedule={DEFAULT_SCHEDULE}")
             why = why.removeprefix("microbatches: ").partition(", given")[0]
             yield f"{given}, {gas} micro-batch{'es' * (gas > 1)} of {factors}, but {why}: try {works}"
+
+
+def _length_problems(job: Job, layout: Layout, training: Training) -> Iterator[str]:
+    """The layout must cut shorter sequences too, of which a micro-batch has as many more."""
+    for length, until in batch_ramp.parse(training.seq_stages, LENGTHS, "length", batch_ramp.LENGTHS):
+        given = f"{LENGTHS} has sequences of {length} tokens"
+        if length >= job.seq or job.seq % length:
+            shorter = divisors(job.seq)[:-1]
+            hint = f": try {LENGTHS}={near(length, shorter)}:{until}" if shorter else ""
+            yield f"{given} but they must be an equal part of job.seq = {job.seq}{hint}"
+            return
+        more = layout.changed(mbs=layout.mbs * job.seq // length)
+        problem = layout_problem(job.changed(seq=length), more, training.changed(seq_stages=None, batch_ramp=None))
+        if problem is not None:
+            yield f"{given}, and with these {problem}, or a longer {LENGTHS}"
 
 
 def _chunk_problems(chunks: int, sequences: int, length: int) -> Iterator[str]:
