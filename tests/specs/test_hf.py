@@ -111,6 +111,26 @@ CONFIGS: dict[str, Config] = {
         rope_scaling={**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "smollm3-3b": config("smollm3", 36, 2048, 16, 4, 11008, 128256, use_sliding_window=False, rope_theta=5000000.0),
+    "llama-4-maverick-17b-128e": config(
+        "llama4_text",
+        48,
+        5120,
+        40,
+        8,
+        8192,
+        202048,
+        head_dim=128,
+        intermediate_size_mlp=16384,
+        num_local_experts=128,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[],
+        attention_chunk_size=8192,
+        use_qk_norm=False,
+        rms_norm_eps=1e-05,
+        rope_theta=500000.0,
+        rope_scaling=None,
+    ),
 }
 
 
@@ -254,6 +274,16 @@ def test_sliding_windows() -> None:
         ("llama-2-7b", {"num_key_value_heads": 5}, "model.kv_heads is 5 but must divide heads = 32: try 4 or 8"),
         ("qwen3-30b-a3b", {"decoder_sparse_step": 0}, "config.decoder_sparse_step is 0 but must be a whole number"),
         ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, "config.mlp_only_layers is [3] but dense layers must come first"),
+        (
+            "llama-4-maverick-17b-128e",
+            {"moe_layers": [1, 2]},
+            "config.moe_layers is [1, 2] but experts must be in every layer or every n-th",
+        ),
+        (
+            "llama-4-maverick-17b-128e",
+            {"layer_types": ["sliding_attention"] * 48},
+            "must name full_attention or chunked_attention for each of 48",
+        ),
         ("deepseek-v3", {"moe_layer_freq": 2}, "config.moe_layer_freq is 2 but only 1"),
         ("deepseek-v3", {"scoring_func": "tanh"}, "config.scoring_func is 'tanh' but only 'sigmoid' can be planned"),
         ("deepseek-v3", {"topk_method": "best"}, "config.topk_method is 'best' but only noaux_tc can be planned"),

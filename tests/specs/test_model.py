@@ -462,6 +462,9 @@ def test_a_folder_without_config_is_a_clear_error(tmp_path: Path) -> None:
             {"activation": "clamped_swiglu"},
             "model.swiglu_limit is missing but activation is clamped_swiglu: try clamped_swiglu",
         ),
+        ({"chunked_window": True}, "model.chunked_window is true but no layer has a sliding window: give"),
+        ({"qk_l2_norm": True, "qk_norm": True}, "model.qk_l2_norm is true but qk_norm is true, and"),
+        ({"attention_temperature": {"scale": 0.1, "tokens": 8}}, "model.attention_temperature is set but every layer rotates"),
         (
             {"attention_sinks": True, "attention_softcap": 5.0},
             "model.attention_softcap is 5 but attention_sinks is true: leave",

@@ -89,6 +89,27 @@ def test_every_batch_of_a_ramp_must_fit_the_layout(words, world, says, works):
     assert tried(*words, works, world=world).training.batch_ramp is not None
 
 
+@pytest.mark.parametrize(
+    ("words", "world", "says", "works"),
+    [
+        (
+            ["train.seq_stages=48:4k"],
+            1,
+            "48 tokens but they must be an equal part of job.seq = 128: try ",
+            "train.seq_stages=64:4k",
+        ),
+        (["train.seq_stages=128:4k"], 1, "they must be an equal part of job.seq = 128: try ", "train.seq_stages=64:4k"),
+        (["train.seq_stages=2:4k", "layout.cp=2"], 2, "2 tokens, and with these layout.", "train.seq_stages=4:4k"),
+    ],
+)
+def test_shorter_sequences_must_fit_the_layout(words, world, says, works):
+    with pytest.raises(SpecError) as error:
+        tried(*words, world=world)
+    assert str(error.value).startswith("train.seq_stages has sequences of ")
+    assert says in str(error.value)
+    assert tried(*words, works, world=world).training.seq_stages is not None
+
+
 def test_as_little_is_recomputed_as_fits():
     job = Job(model=Model.load("llama-3-8b"), cluster=Cluster.load("8xh100"), seq=8192, batch_tokens=8192 * 64)
     layout = Layout(dp=8, zero=3, mbs=4, gas=2)

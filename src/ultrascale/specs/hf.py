@@ -70,7 +70,14 @@ class ConfigReading(dict[str, Any]):
 _KEYS_WITHOUT_EFFECT = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "return_dict"),
     *("tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("attn_implementation", "classifier_dropout", "initializer_range", "num_logits_to_keep", "pretraining_tp"),
+    *(
+        "attn_implementation",
+        "_attn_implementation_autoset",
+        "classifier_dropout",
+        "initializer_range",
+        "num_logits_to_keep",
+        "pretraining_tp",
+    ),
     *("router_aux_loss_coef", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "rescale_prenorm_residual"),
     *("moe_shared_expert_overlap", "chunk_size", "time_step_floor", "time_step_limit", "time_step_max", "expand"),
     *("head_dim", "intermediate_size", "qk_head_dim", "max_window_layers", "no_rope_layer_interval"),
@@ -385,8 +392,8 @@ class ExpertLayers:
             step = given[0] + 1 if isinstance(given, list) and given and isinstance(given[0], int) else 0
             if step < 1 or given != list(range(step - 1, layers, step)):
                 raise SpecError(
-                    f"config.moe_layers is {given!r:.60} but experts must be in every layer or every n-th: try "
-                    f"{list(range(1, min(layers, 6), 2))}, every second"
+                    f"config.moe_layers is {given!r:.60} but experts must be in every layer or every n-th: try null, and "
+                    "interleave_moe_layer_step: 2 for every second"
                 )
         ffn = checked(config, "intermediate_size_mlp", "count", 16384)
         dense = step > 1
