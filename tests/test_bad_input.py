@@ -305,6 +305,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("kind", ["model", "cluster", "plan"])
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_file_that_is_no_mapping(run: Run, tmp_path: Path, kind: str, name: str) -> None:
@@ -354,7 +355,7 @@ PLANS: list[tuple[str, Any, list[str]]] = [
 ]
 
 
-@pytest.mark.quick_cases(every=4)
+@pytest.mark.quick_cases(every=8)
 @pytest.mark.parametrize("question", [[], ["--json"], ["--what-if=zero=2"], ["--largest=mbs"], ["--cheatsheet"]], ids=str)
 @pytest.mark.parametrize(("path", "value", "says"), PLANS, ids=[f"{path}={value!s:.10}" for path, value, _ in PLANS])
 def test_an_edited_plan_file(

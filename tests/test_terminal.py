@@ -182,6 +182,7 @@ def accuracy_rows() -> list[ScoredRun]:
     return score(runs[:12])
 
 
+@pytest.mark.quick_cases("80", "120")
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
 def test_no_table_splits_a_word_or_is_wider_than_the_terminal(
     outputs: dict[str, Callable[[Console], object]], width: int

@@ -82,6 +82,7 @@ def test_a_plan_that_fits_in_its_own_engine_alone_can_be_rehearsed() -> None:
     assert "needs 110" in found.refusal()
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize("engine", ENGINES, ids=titles)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_legal_layout_runs_as_planned_or_differs_by_name(engine: EngineFormat, seed: int) -> None:

@@ -139,7 +139,7 @@ def test_blocks_with_experts_are_one_graph_too(policy: Recompute, graphs: Graphs
         assert (gradient - reference).norm() <= 0.02 * reference.norm()  # bf16, rounded in other places
 
 
-@pytest.mark.quick_cases(every=2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("grouped_kernel")
 @pytest.mark.parametrize("version", ["2.11.0+cu130", torch.__version__])
 def test_full_recomputation_of_expert_blocks_saves_only_their_input(version: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def ran(engine: Engine) -> Counter[str]:
     return calls
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize(
     "fields", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2, "schedule": "zero-bubble"}], ids=str
 )

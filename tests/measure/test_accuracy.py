@@ -312,6 +312,7 @@ POINT = 0.01
 ROUNDING = 0.0005  # the page prints tenths of a percent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["in_sample", "leave_one_source_out"])
 @pytest.mark.parametrize(
     ("kind", "words"), [("dense", "dense rows"), ("experts", "models with experts"), ("small_single_node", "small single-node")]

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 TINY = Model.load("tiny")
 
 
-@pytest.mark.quick_cases("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_spread_of_compositions_computes_what_one_process_computes(world):
     """Of two processes four layers will do: none has more than two virtual stages."""

@@ -316,6 +316,7 @@ def their_gradients(model: transformers.PreTrainedModel, folder: Path) -> tuple[
     return loss.item(), load_file(folder / "model.safetensors")
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = reference(name)

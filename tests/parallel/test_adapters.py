@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero-bubble, zero 2": {"pp": 2, "dp": 2, "zero": 2, "schedule": "zero-bubble"},
     "offload": {"dp": 2, "zero": 3, "offload": "optimizer"},
 }
-QUICK = ("zero 2", "tp 4, two kv heads", "full, tp × zero 3", "zb-v, tp")
+QUICK = ("full, tp × zero 3", "zb-v, tp")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])

@@ -50,23 +50,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 WITH_EXPERTS = ("deepseek-family", "gpt-oss-family", "llama4-family", "hybrid-experts")
 QUICK = (
     "gpt-oss-family, ep × tp × zero 3",
-    "llama4-family, ep × tp × zero 3",
     "llama4-family, tp × cp",
-    "sinks, cp zigzag",
-    "qwen3-next-family, tp without sp",
     "qwen3-next-family, full, tp × zero 3",
-    "nemotron-h-family, tp 4",
-    "nemotron-h-family, selective, tp",
     "nemotron-h-family, tp × pp, zero-bubble",
-    "mamba, full, tp × zero 3",
     "mamba, cp zigzag",
-    "qwen3-next-family, tp × cp",
-    "hybrid-experts, ep × tp × zero 3",
-    "latent, tp",
     "latent, cp zigzag",
     "deepseek-family, full, tp × zero 3",
-    "gemma-family, tp × cp",
-    "olmo-family, tp 4",
 )
 
 

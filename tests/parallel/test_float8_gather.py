@@ -63,7 +63,7 @@ def assert_equal(narrow: list[RankResult], wide: list[RankResult]) -> None:
             assert torch.equal(piece.gradient, expected.gradient), piece.shard.name
 
 
-@pytest.mark.quick_cases(every=3)
+@pytest.mark.quick_cases(every=6)
 @pytest.mark.parametrize("fields", LAYOUTS, ids=str)
 def test_fp8_gather_is_bitwise_equal(fields: dict[str, Any]) -> None:
     """Layouts in fp8 against one process: tests/train/test_fp8.py. Here three steps are equal in every bit."""

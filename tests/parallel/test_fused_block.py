@@ -25,6 +25,7 @@ from ultrascale.train.engine import Engine
 slow = pytest.mark.slow
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -121,6 +122,7 @@ def _copies_of_weights(engine: Engine) -> int:
     return sum(weights)
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("lost", range(7))
 def test_every_weight_gradient_of_a_split_backward_is_deferred(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the seven matrices of each layer; without any of them gradients differ from one process's."""
@@ -136,6 +138,7 @@ def test_every_weight_gradient_of_a_split_backward_is_deferred(lost: int, monkey
         check("llama", pp=2, gas=2, tp=1 + lost % 2, schedule="zero-bubble")
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize(
     ("family", "chunks", "fields"),
     [

@@ -149,6 +149,7 @@ def test_evaluation(fields: dict[str, Any]) -> None:
 SPLIT = [name for name, fields in SCHEDULES.items() if REGISTRY[fields["schedule"]].split_backward]
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize(
     ("family", "name", "fields"),
     [

@@ -130,6 +130,7 @@ def test_the_loss_of_cut_logits(z_loss: float) -> None:
         torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -245,6 +246,7 @@ def _float8_loss(rank: int, nproc: int, store: str, sequence: bool, chunk: int, 
     return [loss.detach(), evaluated, mine.grad, head.linear.weight.grad]
 
 
+@pytest.mark.quick_cases(every=3)
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize(("nproc", "chunk"), [(2, 8), (2, 1000), (4, 8), (4, 5)])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])

@@ -155,7 +155,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
-@pytest.mark.quick_cases("one-zero3", "zero3-pp2-zero1")
+@pytest.mark.quick_cases("zero3-pp2-zero1")
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
 def test_the_loss_curve_continues_under_another_layout(saved: Any, first: str, second: str) -> None:
     folder, _ = saved("llama", first)

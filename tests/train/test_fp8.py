@@ -101,6 +101,7 @@ FUSED_LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.quick_cases(every=2)
 @pytest.mark.parametrize("keep", ["none", pytest.param("ends", marks=slow)])
 @pytest.mark.parametrize("fields", FUSED_LAYOUTS, ids=str)
 def test_fused_blocks_against_one_process(fields: dict[str, Any], keep: Fp8Keep, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ BEAT_S, SILENT_S = 5, 60  # between heartbeats; a machine without one for so lon
 ADVISORY_LOCK = 0x756C7472  # our key on the server
 EARLY_STOP_FRACTION = 0.8  # of the best trial's tokens/s: a trial below that is stopped early
 MIN_STEPS = 2  # before that is judged
+OPTIONAL = tuple(name for name, field in Layout.model_fields.items() if field.default is None)
 _STATES: dict[TrialState, bench_layouts.TrialState] = {
     TrialState.FAIL: "failed",
     TrialState.WAITING: "waiting",
@@ -206,12 +207,12 @@ def _distribution(name: str) -> BaseDistribution:
         return CategoricalDistribution(CHOICES[name])
     if Layout.model_fields[name].annotation is bool:
         return CategoricalDistribution((False, True))
-    return IntDistribution(0, 2**30)  # 0 means all of zero_shards and recompute_layers
+    return IntDistribution(0, 2**30)  # 0 stands for None
 
 
 def _layout(trial: FrozenTrial) -> Layout:
     # Older studies do not have every field.
-    return Layout(**trial.params | {name: trial.params.get(name) or None for name in ("zero_shards", "recompute_layers")})
+    return Layout(**trial.params | {name: trial.params.get(name) or None for name in OPTIONAL})
 
 
 def _record(trial: FrozenTrial) -> TrialRecord:
