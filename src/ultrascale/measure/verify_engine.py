@@ -7,6 +7,7 @@ modules, their gradients and weight gradients of one step in fp32, within measur
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -94,8 +95,10 @@ def runner_of(engine: str) -> EngineRunner:
 def check_installed(runner: EngineRunner) -> None:
     """SpecError with what installs it."""
     try:
-        for name in runner.imports:
-            import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that it could use too
+            for name in runner.imports:
+                import_module(name)
     except ImportError as error:
         raise SpecError(
             f"--engine {runner.name} cannot be imported ({error}): try pip install '{runner.requirement}'"
@@ -167,6 +170,7 @@ def verify_engine(
 
 def _engine_rank(rank: int, nproc: int, store: str, runner: EngineRunner, job: Job, layout: Layout, folder: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the other program's, once for each rank
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     own = torch.load(folder / _OWN, weights_only=True)
     runner.run(job, layout, EngineInputs(own["weights"], own["inputs"], own["targets"]), folder / runner.name)
