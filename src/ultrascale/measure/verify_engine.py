@@ -6,6 +6,7 @@ modules, their gradients and weight gradients of one step in fp32, within measur
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -94,15 +95,18 @@ def runner_of(engine: str) -> EngineRunner:
 
 def check_installed(runner: EngineRunner) -> None:
     """SpecError with what installs it."""
+    logging.disable(logging.WARNING)  # of packages that it could use too
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that it could use too
+            warnings.simplefilter("ignore")
             for name in runner.imports:
                 import_module(name)
     except ImportError as error:
         raise SpecError(
             f"--engine {runner.name} cannot be imported ({error}): try pip install '{runner.requirement}'"
         ) from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def check_model(runner: EngineRunner, model: Model) -> None:
