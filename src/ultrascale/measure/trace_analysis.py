@@ -14,7 +14,6 @@ from ultrascale.measure.trace_nsight import REPORT, SUFFIX, export_command
 from ultrascale.measure.trace_steps import UNMARKED
 from ultrascale.measure.trace_times import Bubble, RankTime, bubble
 from ultrascale.specs.errors import SpecError
-from ultrascale.specs.estimate import Estimate
 from ultrascale.specs.folders import TRACES
 from ultrascale.specs.plan import Plan
 from ultrascale.specs.units import seconds
@@ -257,7 +256,7 @@ def analyse(ranks: Sequence[RankTime], plan: Plan | None = None, problems: Seque
         notes += _plan_notes(ranks, plan)
     found = bubble(ranks)
     predicted = None if plan is None or plan.layout.pp == 1 else plan.estimate.bubble_fraction
-    terms = () if plan is None else tuple(_terms(ranks, plan.estimate))
+    terms = () if plan is None else tuple(_terms(ranks, plan))
     return Analysis(tuple(ranks), found, terms, tuple(findings(ranks, found, predicted)), tuple(notes))
 
 
@@ -292,9 +291,11 @@ def _plan_notes(ranks: Sequence[RankTime], plan: Plan) -> Iterator[str]:
         yield f"the plan is for {gpu}, the trace is of a {ranks[0].device.upper()}: only shares compare"
 
 
-def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTerm]:
+def _terms(ranks: Sequence[RankTime], plan: Plan) -> Iterator[ComparedTerm]:
     """The mean over ranks and steps. The parts add up to the step, as an Estimate's causes do."""
-    time = planned.time
+    planned, time = plan.estimate, plan.estimate.time
+    # Under ZeRO gradients are reduced by the groups that gather weights.
+    reduces = {"zero": ("zero_s", "data_s"), "data": ()} if plan.layout.zero else {}
 
     def causes(*names: str) -> float:
         return float(sum(getattr(time, name) for name in names))
@@ -309,6 +310,7 @@ def _terms(ranks: Sequence[RankTime], planned: Estimate) -> Iterator[ComparedTer
         "computing", "s", causes("matmul_s", "attention_s", "memory_bound_s", "recompute_s"), computing, part=True
     )
     for name, (technique, fields) in _EXPOSED.items():
+        fields = reduces.get(technique, fields)
         predicted, measured = causes(*fields) if fields else None, exposed_s(technique)
         if predicted or measured:
             yield ComparedTerm(name, "s", predicted, measured, part=True)
